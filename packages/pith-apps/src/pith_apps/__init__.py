@@ -1,0 +1,1 @@
+"""What a user runs: the pith command, recipes, data, loops."""

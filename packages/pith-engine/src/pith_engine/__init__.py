@@ -1,0 +1,1 @@
+"""Everything distributed: mesh, pipeline, parallelism, optimizer, checkpoints."""

@@ -1,0 +1,221 @@
+"""What a model must offer to the engine, and nothing about which model it is.
+
+A model is cut into chunks. A `ModelChunk` is an `nn.Module` with `layers`, an `nn.ModuleDict` keyed
+by the global layer number; the first chunk also embeds, the last one also computes the loss. A
+decoder layer offers three methods, all that is particular to a model family:
+
+    attention(hidden, batch)               -> (tokens, residual, routing or None)
+    experts(tokens, groups, weight_grads)  -> outputs, one row per row of `tokens`
+    aggregate(combined, residual)          -> hidden
+
+The engine owns what stands between them (`dispatch`, `combine`) and everything that touches a
+routing weight. A dense layer returns `routing=None`; its `experts` receives `groups=None` and the
+tokens as they are. A layer whose shared experts belong to every token computes them inside
+`attention` and folds them into `residual`.
+
+Every parameter is declared with `declare`, on the meta device, with its role. Units of the sharded
+data parallelism (`fsdp.py`) replace the declared parameters by real ones.
+
+Shapes: T tokens of a micro-batch on this rank, H hidden size, K top-k, N router pool size,
+P (token, expert) pairs received by this rank, D documents.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+from pith_ops.grouped_linear import Groups
+from pith_ops.weight_grad import WeightGradQueue
+from torch import Tensor, nn
+
+IGNORED_TARGET = -100
+
+
+class Role(Enum):
+    """What a parameter is: fixes its gathered dtype, weight decay, initial value and sharding."""
+
+    MATRIX = "matrix"
+    EXPERT_MATRIX = "expert matrix"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    NORM = "norm"
+    ROUTER = "router"
+    BIAS = "bias"
+    EXPERT_BIAS = "expert bias"
+    SINK = "sink"
+    CONV = "conv"
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether dim 0 counts experts and is sharded over the ep axis."""
+        return self in (Role.EXPERT_MATRIX, Role.EXPERT_BIAS)
+
+    @property
+    def is_decayed(self) -> bool:
+        """Whether weight decay applies: to matrices only, the router's included."""
+        return self in (
+            Role.MATRIX,
+            Role.EXPERT_MATRIX,
+            Role.EMBEDDING,
+            Role.HEAD,
+            Role.ROUTER,
+            Role.CONV,
+        )
+
+    @property
+    def keeps_fp32(self) -> bool:
+        """Whether the gathered copy stays in the master dtype instead of the compute dtype."""
+        return self in (Role.ROUTER, Role.BIAS, Role.EXPERT_BIAS, Role.SINK)
+
+
+class DeclaredParameter(nn.Parameter):
+    """A parameter on the meta device that carries its declaration until a unit replaces it.
+
+    Attributes:
+        role: what the parameter is.
+        std: standard deviation of the initial normal values; None for a constant
+            (1 for norms, 0 for everything else).
+        parts: names of the canonical tensors stored one after the other along the last dim but
+            one, all of equal size; empty when stored and canonical tensor are the same.
+    """
+
+    role: Role
+    std: float | None
+    parts: tuple[str, ...]
+
+
+def declare(
+    shape: tuple[int, ...], role: Role, *, std: float | None = None, parts: tuple[str, ...] = ()
+) -> DeclaredParameter:
+    """Declare a parameter of this rank's logical shape (experts: local experts first).
+
+    Args:
+        shape: the shape on this rank before data-parallel sharding, `[E / ep, ...]` for experts.
+        role: what the parameter is.
+        std: standard deviation of its initial values, None for a constant.
+        parts: last name components of the canonical tensors it consists of, e.g.
+            `("gate_proj", "up_proj")` for a stored `[E, 2 * I, H]`.
+    """
+    parameter = DeclaredParameter(torch.empty(shape, device="meta"))
+    parameter.role, parameter.std, parameter.parts = role, std, parts
+    return parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One micro-batch as one rank sees it: `T = num_sequences * sequence_length` tokens."""
+
+    tokens: Tensor
+    """`[T]` int64 token ids."""
+    targets: Tensor
+    """`[T]` int64, the id that follows each token; `IGNORED_TARGET` where no loss is taken."""
+    positions: Tensor
+    """`[T]` int64 positions for the rotary embedding, from 0 in each sequence or document."""
+    sequence_length: int
+    """Tokens of a sequence; attention does not cross sequences."""
+    documents: Tensor | None = None
+    """`[D + 1]` int32 offsets of packed documents in `T`, or None: one document a sequence."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in this micro-batch."""
+        return self.tokens.numel() // self.sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What a router decided for the tokens of one micro-batch."""
+
+    expert_ids: Tensor
+    """`[T, K]` int32, -1 for "sent nowhere"."""
+    weights: Tensor
+    """`[T, K]` in fp32 (float64 when the model is), differentiable; 0 where the id is -1."""
+    scores: Tensor
+    """`[T, N]` normalised scores over the router's own pool, differentiable: balance statistics."""
+    chosen: Tensor
+    """`[T, K]` int32 ids in the router's own pool; equals `expert_ids` when pool and experts do."""
+
+
+class DecoderLayer(Protocol):
+    """The three methods of a layer; the engine calls nothing else."""
+
+    num_local_experts: int
+    """Experts held on this rank; 0 for a dense layer."""
+
+    def attention(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Routing | None]:
+        """`[T, H]` -> tokens for the experts `[T, H]`, residual `[T, H]`, routing."""
+        ...
+
+    def experts(
+        self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
+    ) -> Tensor:
+        """Rows in expert order `[P, H]` -> unweighted outputs `[P, H]`; dense: `[T, H]`."""
+        ...
+
+    def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
+        """Weighted expert sums `[T, H]` and residual `[T, H]` -> hidden `[T, H]`."""
+        ...
+
+
+class ModelChunk(nn.Module):
+    """A run of consecutive layers, with the embedding if first and the head if last.
+
+    A model family subclasses it, fills `layers` and implements `embed` and `loss`.
+    """
+
+    layers: nn.ModuleDict
+    is_first: bool
+    is_last: bool
+
+    def __init__(self, *, is_first: bool, is_last: bool):
+        super().__init__()
+        self.is_first, self.is_last = is_first, is_last
+        self.layers = nn.ModuleDict()
+
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The layers in order, typed as the contract sees them."""
+        return list(self.layers.values())  # type: ignore[arg-type]
+
+    def embed(self, batch: Batch) -> Tensor:
+        """First chunk: token ids `[T]` -> hidden `[T, H]` in the compute dtype."""
+        raise NotImplementedError
+
+    def loss(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Last chunk: the sum of token losses, a scalar in fp32 or wider; full logits never exist."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Last chunk: hidden `[T, H]` -> logits `[T, V]`, for evaluation and comparisons."""
+        raise NotImplementedError
+
+
+def plain_layer(layer: DecoderLayer, hidden: Tensor, batch: Batch) -> tuple[Tensor, Routing | None]:
+    """Run one layer in one process with autograd alone: the reference of every model.
+
+    Written for clarity: each expert's tokens are selected by a mask over the ids, so nothing is
+    shared with the dispatch that it checks. The layer must hold all experts.
+    """
+    tokens, residual, routing = layer.attention(hidden, batch)
+    if routing is None:
+        return layer.aggregate(layer.experts(tokens, None, None), residual), None
+    experts = range(layer.num_local_experts)
+    rows = [torch.where((routing.expert_ids == e).any(1))[0] for e in experts]
+    groups = Groups.from_sizes([len(r) for r in rows], tokens.device)
+    order = torch.cat(rows)
+    outputs = layer.experts(tokens[order], groups, None)
+    combined = torch.zeros_like(tokens, dtype=routing.weights.dtype)
+    for expert, (index, output) in enumerate(zip(rows, outputs.split(groups.sizes), strict=True)):
+        weight = (routing.weights * (routing.expert_ids == expert)).sum(1)[index]
+        combined = combined.index_add(0, index, output.to(weight.dtype) * weight[:, None])
+    return layer.aggregate(combined.to(tokens.dtype), residual), routing
+
+
+def plain_hidden(chunks: list[ModelChunk], batch: Batch) -> Iterator[tuple[Tensor, Routing | None]]:
+    """Yield `(hidden, routing)` after every layer of a whole model, embedded from `batch`."""
+    hidden = chunks[0].embed(batch)
+    for chunk in chunks:
+        for layer in chunk.decoder_layers():
+            hidden, routing = plain_layer(layer, hidden, batch)
+            yield hidden, routing

@@ -1,0 +1,1 @@
+"""Model families, one self-contained file each."""
