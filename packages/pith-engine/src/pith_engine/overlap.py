@@ -1,0 +1,317 @@
+"""One micro-batch's forward interleaved with another's backward, as a list of facts.
+
+A chunk of L layers runs as `4 L + 1` forward operations. Segment l is one autograd graph: the
+aggregate of layer l - 1 (l > 0) followed by the attention of layer l (l < L); segment 0 starts from
+the chunk's input, segment L ends with the chunk's output or the loss:
+
+    forward   SEGMENT 0, DISPATCH 0, EXPERTS 0, COMBINE 0, SEGMENT 1, ..., SEGMENT L
+    backward  SEGMENT L, COMBINE L-1, EXPERTS L-1, DISPATCH L-1, WEIGHT L-1, ..., SEGMENT 0
+
+In the backward, COMBINE sends gradients along the reverse of the combine, EXPERTS takes the input
+gradient only, DISPATCH returns gradients along the reverse of the dispatch, and WEIGHT runs the
+weight gradients that EXPERTS deferred.
+
+Both sides share one compute stream; the all-to-alls of each side have a stream of their own.
+Iteration i of `interleave` enqueues, with l = i going up and j = num_backward_layers - 1 - i going
+down:
+
+    1. F COMBINE l-1     runs under 2
+    2. B SEGMENT j+1
+    3. B COMBINE j       runs under 4
+    4. F SEGMENT l       waits for 1
+    5. B EXPERTS j       waits for 3
+    6. F DISPATCH l      runs under 5 and 8
+    7. B DISPATCH j      runs under 8 and 9
+    8. B WEIGHT j
+    9. F EXPERTS l       waits for 6
+
+The forward combine stands before the backward's segment: behind the many launches of a segment it
+would start late and run exposed. The forward dispatch stands after the backward's experts because
+the host reads its counts there, and the device needs work while the host waits. Every rank of an
+expert-parallel group runs the same list, so collectives meet in one order.
+
+The one trap is memory. A value dropped by the host goes back to the allocator's pool of the stream
+it was made on, which may hand it out again before another stream has read it. So a value is freed
+by an operation only if every later operation on the value's own stream is ordered after all its
+uses; across two lists this holds because the first operation of a list on a communication stream
+always waits for compute. `check_operations` proves that, the ordering and the completeness of a
+list without a device.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+
+
+class OperationKind(Enum):
+    """What an operation does; its index is a segment's or a layer's number within the chunk."""
+
+    FORWARD_SEGMENT = "forward segment"
+    FORWARD_DISPATCH = "forward dispatch"
+    FORWARD_EXPERTS = "forward experts"
+    FORWARD_COMBINE = "forward combine"
+    BACKWARD_SEGMENT = "backward segment"
+    BACKWARD_COMBINE = "backward combine"
+    BACKWARD_EXPERTS = "backward experts"
+    BACKWARD_DISPATCH = "backward dispatch"
+    BACKWARD_WEIGHT = "backward weight"
+
+
+class Stream(Enum):
+    """Where an operation runs: operations of one stream run in the order of the list."""
+
+    COMPUTE = "compute"
+    FORWARD_COMM = "forward communication"
+    BACKWARD_COMM = "backward communication"
+
+
+Value = tuple[OperationKind, int]
+"""The output of one operation, named by the kind and index of that operation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One entry of a list that the executor runs in order."""
+
+    kind: OperationKind
+    """What it does."""
+    index: int
+    """Segment number (segments) or layer number (all others) within its chunk."""
+    stream: Stream
+    """Where it runs."""
+    waits: tuple[int, ...]
+    """Positions in the list, on other streams, that must be complete before it starts."""
+    frees: tuple[Value, ...]
+    """Outputs that the host drops right after it has enqueued this operation."""
+
+
+@cache
+def interleave(
+    num_forward_layers: int | None, num_backward_layers: int | None, *, defer_weights: bool = False
+) -> tuple[Operation, ...]:
+    """List the operations of one forward, one backward, or both overlapped.
+
+    Args:
+        num_forward_layers: layers of the chunk that runs forward; None without a forward.
+        num_backward_layers: layers of the chunk that runs backward; None without a backward.
+        defer_weights: leave `BACKWARD_WEIGHT` out; the caller runs the weight gradients later.
+
+    Returns:
+        The operations in host order. The results, the output of the forward's last segment and of
+        the backward's segment 0, are never freed; every other output is freed exactly once.
+    """
+    order = list(_host_order(num_forward_layers, num_backward_layers, defer_weights))
+    position = {value: place for place, value in enumerate(order)}
+    frees: dict[int, list[Value]] = {place: [] for place in range(len(order))}
+    for value in order:
+        freeing = _freed_by(value, num_forward_layers)
+        if freeing is not None:
+            frees[position[freeing]].append(value)
+    return tuple(
+        Operation(
+            kind=value[0],
+            index=value[1],
+            stream=_stream(value[0]),
+            waits=tuple(
+                position[source]
+                for source in _inputs(value, num_backward_layers)
+                if _stream(source[0]) != _stream(value[0])
+            ),
+            frees=tuple(frees[place]),
+        )
+        for place, value in enumerate(order)
+    )
+
+
+def check_operations(
+    operations: tuple[Operation, ...],
+    num_forward_layers: int | None,
+    num_backward_layers: int | None,
+    *,
+    defer_weights: bool = False,
+) -> None:
+    """Prove a list complete, ordered and free of use after free.
+
+    Args:
+        operations: the list, whoever made it.
+        num_forward_layers: as in `interleave`.
+        num_backward_layers: as in `interleave`.
+        defer_weights: as in `interleave`.
+
+    Raises:
+        ValueError: an operation is missing, repeated or on the wrong stream; a wait points forward
+            or to its own stream; an input may not be ready; a value is freed twice, never, before
+            it is made, or while another stream may still read it.
+    """
+    values = [(operation.kind, operation.index) for operation in operations]
+    expected = list(_host_order(num_forward_layers, num_backward_layers, defer_weights))
+    if Counter(values) != Counter(expected):
+        names = [_name(v) for v in {*values, *expected} if values.count(v) != expected.count(v)]
+        raise ValueError(f"missing, repeated or foreign operations: {sorted(names)}")
+    position = {value: place for place, value in enumerate(values)}
+    clocks = _clocks(operations)
+    users: dict[Value, list[int]] = {value: [] for value in values}
+    for place, value in enumerate(values):
+        if operations[place].stream is not _stream(value[0]):
+            raise ValueError(f"{_name(value)} must run on the {_stream(value[0]).value} stream")
+        for source in _inputs(value, num_backward_layers):
+            users[source].append(place)
+            if not _happens_before(operations, clocks, position[source], place):
+                raise ValueError(f"{_name(value)} does not wait for {_name(source)}")
+    _check_frees(operations, clocks, position, users)
+
+
+def _host_order(
+    num_forward: int | None, num_backward: int | None, defer_weights: bool
+) -> Iterator[Value]:
+    """The numbered iteration of the file's docstring; a side that has ended emits nothing."""
+    last_forward = -1 if num_forward is None else num_forward
+    last_backward = -1 if num_backward is None else num_backward
+    for i in range(max(last_forward, last_backward) + 1):
+        j = last_backward - 1 - i
+        if 0 < i <= last_forward:
+            yield OperationKind.FORWARD_COMBINE, i - 1
+        if i <= last_backward:
+            yield OperationKind.BACKWARD_SEGMENT, j + 1
+        if i < last_backward:
+            yield OperationKind.BACKWARD_COMBINE, j
+        if i <= last_forward:
+            yield OperationKind.FORWARD_SEGMENT, i
+        if i < last_backward:
+            yield OperationKind.BACKWARD_EXPERTS, j
+        if i < last_forward:
+            yield OperationKind.FORWARD_DISPATCH, i
+        if i < last_backward:
+            yield OperationKind.BACKWARD_DISPATCH, j
+            if not defer_weights:
+                yield OperationKind.BACKWARD_WEIGHT, j
+        if i < last_forward:
+            yield OperationKind.FORWARD_EXPERTS, i
+
+
+def _inputs(value: Value, num_backward: int | None) -> list[Value]:
+    """Outputs that an operation reads; segments also read the residual's neighbour segment."""
+    kind, index = value
+    match kind:
+        case OperationKind.FORWARD_SEGMENT if index > 0:
+            return [
+                (OperationKind.FORWARD_COMBINE, index - 1),
+                (OperationKind.FORWARD_SEGMENT, index - 1),
+            ]
+        case OperationKind.FORWARD_DISPATCH:
+            return [(OperationKind.FORWARD_SEGMENT, index)]
+        case OperationKind.FORWARD_EXPERTS:
+            return [(OperationKind.FORWARD_DISPATCH, index)]
+        case OperationKind.FORWARD_COMBINE:
+            return [(OperationKind.FORWARD_EXPERTS, index)]
+        case OperationKind.BACKWARD_SEGMENT if index != num_backward:
+            return [
+                (OperationKind.BACKWARD_DISPATCH, index),
+                (OperationKind.BACKWARD_SEGMENT, index + 1),
+            ]
+        case OperationKind.BACKWARD_COMBINE:
+            return [(OperationKind.BACKWARD_SEGMENT, index + 1)]
+        case OperationKind.BACKWARD_EXPERTS:
+            return [(OperationKind.BACKWARD_COMBINE, index)]
+        case OperationKind.BACKWARD_DISPATCH | OperationKind.BACKWARD_WEIGHT:
+            return [(OperationKind.BACKWARD_EXPERTS, index)]
+    return []
+
+
+def _freed_by(value: Value, num_forward: int | None) -> Value | None:
+    """The operation that may drop an output; None for a result or where there is no output.
+
+    What compute made and communication read is dropped by the next segment, which has waited for
+    the communication; what communication made is dropped by its reader on the compute stream, for
+    which the next communication of that side waits.
+    """
+    kind, index = value
+    match kind:
+        case OperationKind.FORWARD_SEGMENT if index != num_forward:
+            return OperationKind.FORWARD_SEGMENT, index + 1
+        case OperationKind.FORWARD_DISPATCH:
+            return OperationKind.FORWARD_EXPERTS, index
+        case OperationKind.FORWARD_EXPERTS | OperationKind.FORWARD_COMBINE:
+            return OperationKind.FORWARD_SEGMENT, index + 1
+        case OperationKind.BACKWARD_SEGMENT if index > 0:
+            return OperationKind.BACKWARD_SEGMENT, index - 1
+        case OperationKind.BACKWARD_COMBINE:
+            return OperationKind.BACKWARD_EXPERTS, index
+        case OperationKind.BACKWARD_EXPERTS | OperationKind.BACKWARD_DISPATCH:
+            return OperationKind.BACKWARD_SEGMENT, index
+    return None
+
+
+def _stream(kind: OperationKind) -> Stream:
+    match kind:
+        case OperationKind.FORWARD_DISPATCH | OperationKind.FORWARD_COMBINE:
+            return Stream.FORWARD_COMM
+        case OperationKind.BACKWARD_DISPATCH | OperationKind.BACKWARD_COMBINE:
+            return Stream.BACKWARD_COMM
+    return Stream.COMPUTE
+
+
+def _clocks(operations: tuple[Operation, ...]) -> list[dict[Stream, int]]:
+    """For each operation, the last position on each stream known complete when it completes."""
+    clocks: list[dict[Stream, int]] = []
+    last: dict[Stream, int] = {}
+    for place, operation in enumerate(operations):
+        before = [*operation.waits, *([last[operation.stream]] if operation.stream in last else [])]
+        for wait in operation.waits:
+            if not 0 <= wait < place or operations[wait].stream is operation.stream:
+                raise ValueError(
+                    f"operation {place} waits for position {wait}; allowed are earlier positions "
+                    f"on other streams than {operation.stream.value}"
+                )
+        clock = {
+            stream: max((clocks[source].get(stream, -1) for source in before), default=-1)
+            for stream in Stream
+        }
+        clock[operation.stream] = last[operation.stream] = place
+        clocks.append(clock)
+    return clocks
+
+
+def _happens_before(
+    operations: tuple[Operation, ...], clocks: list[dict[Stream, int]], first: int, second: int
+) -> bool:
+    return first < second and clocks[second][operations[first].stream] >= first
+
+
+def _check_frees(
+    operations: tuple[Operation, ...],
+    clocks: list[dict[Stream, int]],
+    position: dict[Value, int],
+    users: dict[Value, list[int]],
+) -> None:
+    freed: dict[Value, int] = {}
+    for place, operation in enumerate(operations):
+        for value in operation.frees:
+            if value in freed or value not in position:
+                raise ValueError(f"{_name(value)} is freed twice or was never made")
+            freed[value] = place
+    for value, uses in users.items():
+        has_output = value[0] is not OperationKind.BACKWARD_WEIGHT
+        if (value in freed) != (has_output and bool(uses)):
+            raise ValueError(f"{_name(value)} must be freed exactly if another operation reads it")
+        if value not in freed:
+            continue
+        place = freed[value]
+        if place < max(uses):
+            raise ValueError(f"{_name(value)} is freed at position {place}, before its last use")
+        stream = operations[position[value]].stream
+        later = next(
+            (p for p in range(place + 1, len(operations)) if operations[p].stream is stream), None
+        )
+        for use in uses:
+            if later is not None and not _happens_before(operations, clocks, use, later):
+                raise ValueError(
+                    f"{_name(value)} is freed at position {place}, but position {later} may reuse "
+                    f"its memory while position {use} still reads it"
+                )
+
+
+def _name(value: Value) -> str:
+    return f"{value[0].value} {value[1]}"

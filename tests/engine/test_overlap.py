@@ -1,0 +1,179 @@
+"""The interleaved list: complete, ordered, free of use after free, and communication hidden."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from pith_engine.overlap import (
+    Operation,
+    OperationKind,
+    Stream,
+    check_operations,
+    interleave,
+)
+
+LENGTHS = [None, 0, 1, 2, 3, 4, 7, 12]
+COMMUNICATIONS = (
+    OperationKind.FORWARD_DISPATCH,
+    OperationKind.FORWARD_COMBINE,
+    OperationKind.BACKWARD_DISPATCH,
+    OperationKind.BACKWARD_COMBINE,
+)
+
+
+def names(operations: tuple[Operation, ...]) -> list[tuple[str, int]]:
+    return [(operation.kind.value, operation.index) for operation in operations]
+
+
+@pytest.mark.parametrize("defer_weights", [False, True])
+def test_every_pair_of_lengths_is_accepted(defer_weights):
+    for forward, backward in product(LENGTHS, LENGTHS):
+        operations = interleave(forward, backward, defer_weights=defer_weights)
+        check_operations(operations, forward, backward, defer_weights=defer_weights)
+        sides = (0 if forward is None else 4 * forward + 1) + (
+            0 if backward is None else (4 if defer_weights else 5) * backward + 1
+        )
+        assert len(operations) == sides
+
+
+def test_one_side_alone_runs_in_model_order():
+    assert names(interleave(2, None)) == [
+        ("forward segment", 0),
+        ("forward dispatch", 0),
+        ("forward experts", 0),
+        ("forward combine", 0),
+        ("forward segment", 1),
+        ("forward dispatch", 1),
+        ("forward experts", 1),
+        ("forward combine", 1),
+        ("forward segment", 2),
+    ]
+    assert names(interleave(None, 1)) == [
+        ("backward segment", 1),
+        ("backward combine", 0),
+        ("backward experts", 0),
+        ("backward dispatch", 0),
+        ("backward weight", 0),
+        ("backward segment", 0),
+    ]
+    assert names(interleave(0, None)) == [("forward segment", 0)]
+    assert interleave(None, None) == ()
+
+
+def test_sides_keep_their_own_order_when_overlapped():
+    for forward, backward in product(LENGTHS[1:], LENGTHS[1:]):
+        both = interleave(forward, backward)
+        for prefix, alone in (
+            ("forward", interleave(forward, None)),
+            ("backward", interleave(None, backward)),
+        ):
+            assert [n for n in names(both) if n[0].startswith(prefix)] == names(alone)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 12])
+def test_every_all_to_all_runs_under_compute_of_the_other_side(num_layers):
+    operations = interleave(num_layers, num_layers)
+    for place, operation in enumerate(operations):
+        if operation.kind not in COMMUNICATIONS:
+            continue
+        reader = next(p for p, o in enumerate(operations) if place in o.waits)
+        between = [
+            o
+            for p, o in enumerate(operations)
+            if max(operation.waits) < p < reader and o.stream is Stream.COMPUTE
+        ]
+        side = operation.kind.value.split()[0]
+        assert any(not o.kind.value.startswith(side) for o in between), (place, operation)
+
+
+def test_forward_combine_is_launched_before_the_backward_segment():
+    listed = names(interleave(4, 4))
+    for layer in range(4):
+        combine = listed.index(("forward combine", layer))
+        assert listed[combine + 1][0] == "backward segment"
+
+
+def test_streams():
+    for operation in interleave(3, 2):
+        communicates = operation.kind in COMMUNICATIONS
+        assert (operation.stream is not Stream.COMPUTE) == communicates
+        if communicates:
+            assert operation.stream.value.split()[0] == operation.kind.value.split()[0]
+
+
+def test_results_stay():
+    freed = [value for operation in interleave(3, 3) for value in operation.frees]
+    assert (OperationKind.FORWARD_SEGMENT, 3) not in freed
+    assert (OperationKind.BACKWARD_SEGMENT, 0) not in freed
+
+
+def test_lists_are_cached():
+    assert interleave(3, 4) is interleave(3, 4)
+
+
+def changed(place: int, **fields) -> tuple[Operation, ...]:
+    operations = list(interleave(3, 3))
+    operations[place] = replace(operations[place], **fields)
+    return tuple(operations)
+
+
+def refuse(operations: tuple[Operation, ...], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        check_operations(operations, 3, 3)
+
+
+def test_every_missing_wait_is_refused():
+    good = interleave(3, 3)
+    for place, operation in enumerate(good):
+        for wait in operation.waits:
+            rest = tuple(w for w in operation.waits if w != wait)
+            refuse(changed(place, waits=rest), "does not wait|may reuse")
+
+
+def test_every_missing_double_or_early_free_is_refused():
+    good = interleave(3, 3)
+    for place, operation in enumerate(good):
+        for value in operation.frees:
+            rest = tuple(f for f in operation.frees if f != value)
+            refuse(changed(place, frees=rest), "freed exactly")
+            refuse(changed(place, frees=(*operation.frees, value)), "freed twice")
+            made = next(p for p, o in enumerate(good) if (o.kind, o.index) == value)
+            for early in range(made, place):
+                moved = list(changed(place, frees=rest))
+                moved[early] = replace(moved[early], frees=(*moved[early].frees, value))
+                refuse(tuple(moved), "before its last use|may reuse")
+
+
+def test_result_or_weight_freed_is_refused():
+    good = interleave(3, 3)
+    for kind, index in (
+        (OperationKind.FORWARD_SEGMENT, 3),
+        (OperationKind.BACKWARD_SEGMENT, 0),
+        (OperationKind.BACKWARD_WEIGHT, 1),
+    ):
+        frees = (*good[-1].frees, (kind, index))
+        refuse(changed(len(good) - 1, frees=frees), "freed exactly")
+
+
+def test_missing_repeated_misplaced_operations_are_refused():
+    good = interleave(3, 3)
+    refuse(good[:-1], "missing")
+    refuse((*good, replace(good[-1], waits=(), frees=())), "repeated")
+    refuse(interleave(3, 2), "missing")
+    refuse(interleave(3, 3, defer_weights=True), "missing")
+    dispatch = names(good).index(("forward dispatch", 1))
+    refuse(changed(dispatch, stream=Stream.COMPUTE), "stream|own stream|other streams")
+
+
+def test_swapped_neighbours_on_one_stream_are_refused():
+    good = interleave(3, 3)
+    place = names(good).index(("backward weight", 2))
+    experts = names(good).index(("backward experts", 2))
+    swapped = list(good)
+    swapped[place], swapped[experts] = good[experts], good[place]
+    refuse(tuple(swapped), "does not wait|earlier positions")
+
+
+def test_bad_waits_are_refused():
+    refuse(changed(0, waits=(5,)), "earlier positions")
+    refuse(changed(2, waits=(0,)), "other streams")
