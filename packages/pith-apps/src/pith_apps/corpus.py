@@ -1,0 +1,484 @@
+"""Corpus folders: text files in, one memory-mapped array of token ids out.
+
+A corpus folder holds three files, equal byte for byte whatever machine or number of workers wrote
+them:
+
+    tokens.npy     `[N]` uint16, or uint32 when the vocabulary has more than 65,536 ids
+    documents.npy  `[D + 1]` int64, document d is `tokens[documents[d] : documents[d + 1]]`
+    meta.json      tokenizer name and hash, vocabulary size, EOS id, counts, checksum
+
+Every document ends with the EOS id. Text that spells a special token is encoded as plain text, so
+no document can forge its own end. A folder is written beside its place under a temporary name and
+renamed when complete: a folder that is there is whole. Opening maps the files read-only and checks
+sizes, dtypes and the largest id against the numbers in `meta.json`; it reads no token and writes
+nothing.
+
+The one trap: `numpy` wraps or truncates ids that do not fit the dtype, so the dtype follows the
+tokenizer's largest id, never the ids seen.
+
+`standard_library_files` and `train_tokenizer` make the demo's corpus of what every Python has.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TEXT_SUFFIXES = (".py", ".txt", ".jsonl")
+
+# Parts of the standard library that distributions leave out or that are data more than text.
+LEFT_OUT = {
+    *("site-packages", "dist-packages", "__pycache__", "test", "tests", "encodings", "pydoc_data"),
+    *("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),
+}
+BATCH_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusMeta:
+    """What `meta.json` says of a corpus."""
+
+    tokenizer_name: str
+    """Name of the folder the tokenizer came from."""
+    tokenizer_sha256: str
+    """SHA-256 of its `tokenizer.json`."""
+    vocab_size: int
+    """Largest id the tokenizer can give, plus one."""
+    eos_id: int
+    """The id that ends every document."""
+    num_tokens: int
+    """Length of `tokens.npy`, EOS ids included."""
+    num_documents: int
+    """Documents kept."""
+    num_empty_documents: int
+    """Documents without a single character, left out."""
+    max_id: int
+    """Largest id in `tokens.npy`."""
+    dtype: str
+    """dtype of `tokens.npy`."""
+    sha256: str
+    """SHA-256 of the raw token ids followed by the raw document offsets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """An opened corpus: read-only maps of its files."""
+
+    folder: Path
+    """Where it is."""
+    tokens: np.ndarray
+    """`[N]` uint16 or uint32, mapped from disk."""
+    documents: np.ndarray
+    """`[D + 1]` int64 offsets into `tokens`, mapped from disk."""
+    meta: CorpusMeta
+    """Its counts and hashes."""
+
+    @staticmethod
+    def open(folder: Path, vocab_size: int) -> "Corpus":
+        """Map a corpus folder for a model with `vocab_size` ids.
+
+        Raises:
+            ValueError: a file is missing, truncated or of another dtype than `meta.json` says, or
+                an id lies outside the model's vocabulary.
+        """
+        try:
+            meta = CorpusMeta(**json.loads((folder / "meta.json").read_text()))
+        except FileNotFoundError:
+            raise ValueError(
+                f"corpus {folder}: no meta.json there; `pith tokenize` makes a corpus folder"
+            ) from None
+        except (TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"corpus {folder}: meta.json is not one of ours: {error}") from None
+        if meta.max_id >= vocab_size:
+            raise ValueError(
+                f"corpus {folder} holds token id {meta.max_id}, outside the model's vocab_size "
+                f"{vocab_size}: use the tokenizer of this model, or vocab_size >= {meta.max_id + 1}"
+            )
+        tokens = _open_array(folder / "tokens.npy", meta.dtype, meta.num_tokens)
+        documents = _open_array(folder / "documents.npy", "int64", meta.num_documents + 1)
+        if documents[0] != 0 or documents[-1] != meta.num_tokens:
+            raise ValueError(
+                f"corpus {folder}: documents.npy spans {documents[0]}..{documents[-1]}, expected "
+                f"0..{meta.num_tokens}; tokenize again"
+            )
+        return Corpus(folder=folder, tokens=tokens, documents=documents, meta=meta)
+
+    def check(self) -> None:
+        """Read everything and compare it with the checksum.
+
+        Raises:
+            ValueError: the files are not what was written.
+        """
+        digest = hashlib.sha256()
+        for array in (self.tokens, self.documents):
+            for start in range(0, len(array), BATCH_CHARACTERS):
+                digest.update(array[start : start + BATCH_CHARACTERS].tobytes())
+        if digest.hexdigest() != self.meta.sha256:
+            raise ValueError(
+                f"corpus {self.folder}: checksum {digest.hexdigest()[:16]}..., expected "
+                f"{self.meta.sha256[:16]}...; the files are damaged, tokenize again"
+            )
+
+
+def tokenize_files(
+    inputs: list[Path],
+    tokenizer_folder: Path,
+    output: Path,
+    *,
+    eos_token: str | None = None,
+    text_field: str = "text",
+    num_workers: int = 1,
+) -> CorpusMeta:
+    """Tokenise files into the corpus folder `output`.
+
+    Args:
+        inputs: `.py` and `.txt` files (one document each), `.jsonl` files (one document a line) and
+            folders (all such files below them, in the order of their paths).
+        tokenizer_folder: holds `tokenizer.json` and, unless `eos_token` is given,
+            `tokenizer_config.json` with the EOS token.
+        output: the new corpus folder.
+        eos_token: the token that ends a document.
+        text_field: the field of a `.jsonl` line that holds the text.
+        num_workers: processes that encode; the output does not depend on it.
+
+    Raises:
+        ValueError: nothing is read or written when an input is missing or unreadable, the tokenizer
+            has no EOS token or the output exists; nothing stays when a document is malformed or
+            none is left.
+    """
+    tokenizer, eos_id = open_tokenizer(tokenizer_folder, eos_token)
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    files = _list_files(inputs)
+    if num_workers < 1:
+        raise ValueError(f"num_workers is {num_workers}; it must be at least 1")
+    with _new_folder(output) as folder:
+        offsets, num_empty = [0], 0
+        documents = read_documents(files, text_field)
+        with (folder / "tokens.npy").open("wb") as file:
+            writer = _TokenWriter(file, vocab_size)
+            for ids in _encode(documents, tokenizer_folder / "tokenizer.json", num_workers):
+                if len(ids):
+                    writer.append(np.append(ids, np.uint32(eos_id)))
+                    offsets.append(writer.num_tokens)
+                else:
+                    num_empty += 1
+            writer.finish()
+        if len(offsets) == 1:
+            raise ValueError(f"no document with any text in {len(files)} file(s): {files[0]} ...")
+        writer.digest.update(np.array(offsets, dtype=np.int64).tobytes())
+        np.save(folder / "documents.npy", np.array(offsets, dtype=np.int64))
+        meta = CorpusMeta(
+            tokenizer_name=tokenizer_folder.resolve().name,
+            tokenizer_sha256=tokenizer_hash(tokenizer_folder),
+            vocab_size=vocab_size,
+            eos_id=eos_id,
+            num_tokens=writer.num_tokens,
+            num_documents=len(offsets) - 1,
+            num_empty_documents=num_empty,
+            max_id=writer.max_id,
+            dtype=writer.dtype.name,
+            sha256=writer.digest.hexdigest(),
+        )
+        (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n")
+    return meta
+
+
+def standard_library_files() -> tuple[list[Path], list[Path]]:
+    """The standard library's own source: files to train on, files held out, both sorted.
+
+    A file is held out when the hash of its path says so (1 in 16), which no other file influences.
+
+    Raises:
+        ValueError: this Python keeps no source files (it runs from a zip archive).
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    training, held_out = [], []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in LEFT_OUT and not f.startswith("config-")]
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+            (held_out if digest[0] % 16 == 0 else training).append(path)
+    if not training or not held_out:
+        raise ValueError(f"no standard library source below {root}; name a corpus of your own")
+    return sorted(training), sorted(held_out)
+
+
+def prepare_standard_library(
+    folder: Path, *, vocab_size: int = 4096, max_bytes: int = 5_000_000, num_workers: int = 1
+) -> None:
+    """Make `folder/{tokenizer,training,held_out}` of the standard library; keeps what is there.
+
+    At most `max_bytes` of source are used for training, evenly over the files: seconds of work.
+    """
+    training, held_out = standard_library_files()
+    training = _spread(training, max_bytes)
+    if not (folder / "tokenizer").exists():
+        train_tokenizer(training, folder / "tokenizer", vocab_size=vocab_size)
+    for name, files in (("training", training), ("held_out", held_out)):
+        if not (folder / name).exists():
+            tokenize_files(files, folder / "tokenizer", folder / name, num_workers=num_workers)
+
+
+def train_tokenizer(
+    files: list[Path], output: Path, *, vocab_size: int = 4096, max_bytes: int = 4_000_000
+) -> None:
+    """Train a byte-level BPE tokenizer and save the two files that `transformers` opens.
+
+    Byte-level BPE (Sennrich et al. 2016, arXiv 1508.07909; on bytes as in GPT-2) encodes any text
+    without an unknown token. At most `max_bytes` of text are read, evenly over the files.
+
+    Raises:
+        ValueError: the text is too short for `vocab_size` entries, or `output` exists.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(read_documents(_spread(files, max_bytes), "text"), trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"vocab_size {vocab_size}: the text gives only {tokenizer.get_vocab_size()} entries; "
+            "give more text or a smaller vocab_size"
+        )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    with _new_folder(output) as folder:
+        tokenizer.save(str(folder / TOKENIZER_FILES[0]))
+        (folder / TOKENIZER_FILES[1]).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenizer, int]:
+    """The tokenizer of a Hugging Face folder and the id that ends a document.
+
+    Raises:
+        ValueError: there is no tokenizer, or no EOS token is named, or it is not in the vocabulary.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises the bare Exception
+        raise ValueError(f"tokenizer {path}: {error}") from None
+    config_path = folder / "tokenizer_config.json"
+    if eos_token is None and config_path.exists():
+        eos_token = json.loads(config_path.read_text()).get("eos_token")
+        if isinstance(eos_token, dict):
+            eos_token = eos_token["content"]
+    if eos_token is None:
+        raise ValueError(
+            f"tokenizer {folder} names no eos_token in tokenizer_config.json, and every document "
+            "needs one at its end: pass eos_token"
+        )
+    eos_id = tokenizer.token_to_id(eos_token)
+    if eos_id is None:
+        raise ValueError(f"eos_token {eos_token!r} is not in the vocabulary of {path}")
+    return tokenizer, eos_id
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """SHA-256 of a tokenizer folder's `tokenizer.json`."""
+    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def unigram_entropy(tokens: np.ndarray) -> float:
+    """Entropy of single tokens in nats: the loss of the best model that ignores context."""
+    counts = np.bincount(tokens)
+    shares = counts[counts > 0] / len(tokens)
+    return float(-(shares * np.log(shares)).sum())
+
+
+def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
+    """Yield the text of every document, in order, line ends as they are in the file.
+
+    Raises:
+        ValueError: a file is not UTF-8, or a line is not a JSON object with the text field; blank
+            lines between them are passed over.
+    """
+    for path in tqdm(files, desc="documents", unit="file", disable=None, leave=False):
+        try:
+            if path.suffix != ".jsonl":
+                yield path.read_bytes().decode("utf-8")
+                continue
+            with path.open(encoding="utf-8", newline="\n") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield _text_of_line(line, text_field, f"{path}:{number}")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def _spread(files: list[Path], max_bytes: int) -> list[Path]:
+    """Every n-th file, with the smallest n that leaves about `max_bytes`."""
+    return files[:: max(1, -(-sum(path.stat().st_size for path in files) // max_bytes))]
+
+
+def _text_of_line(line: str, text_field: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    text = record.get(text_field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        fields = sorted(record) if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"{where} has no text in field {text_field!r}; it has {fields}")
+    return text
+
+
+def _list_files(inputs: list[Path]) -> list[Path]:
+    files, faults = [], []
+    for path in inputs:
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
+            files += found
+            if not found:
+                faults.append(f"{path}: no {', '.join(TEXT_SUFFIXES)} file below it")
+        elif not path.is_file():
+            faults.append(f"{path}: no such file")
+        elif path.suffix not in TEXT_SUFFIXES:
+            faults.append(f"{path}: suffix {path.suffix!r} is none of {', '.join(TEXT_SUFFIXES)}")
+        else:
+            files.append(path)
+    faults += [f"{path}: not readable" for path in files if not os.access(path, os.R_OK)]
+    if not inputs:
+        faults.append("no input file given")
+    if faults:
+        raise ValueError("cannot tokenize:\n  " + "\n  ".join(faults))
+    return files
+
+
+@contextmanager
+def _new_folder(output: Path) -> Iterator[Path]:
+    """A folder under a temporary name that becomes `output` if the body succeeds."""
+    if output.exists():
+        raise ValueError(f"{output} exists: remove it or name another folder")
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {output}: {error}") from None
+    try:
+        yield temporary
+        temporary.rename(output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _encode(
+    documents: Iterator[str], tokenizer_path: Path, num_workers: int
+) -> Iterator[np.ndarray]:
+    """Ids uint32 of every document in order; at most two batches a worker are under way."""
+    if num_workers == 1:
+        tokenizer = _plain_tokenizer(tokenizer_path)
+        for batch in _batches(documents):
+            yield from _encode_batch(tokenizer, batch)
+        return
+    pending: deque[Future[list[np.ndarray]]] = deque()
+    # Spawned, not forked: a fork copies locks that threads of this process may hold.
+    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
+        for batch in _batches(documents):
+            if len(pending) == 2 * num_workers:
+                yield from pending.popleft().result()
+            pending.append(pool.submit(_encode_in_worker, tokenizer_path, batch))
+        while pending:
+            yield from pending.popleft().result()
+
+
+def _encode_in_worker(tokenizer_path: Path, texts: list[str]) -> list[np.ndarray]:
+    # The pool's processes are the parallelism; opening a tokenizer again costs far less than
+    # encoding a batch.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return _encode_batch(_plain_tokenizer(tokenizer_path), texts)
+
+
+def _plain_tokenizer(path: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _open_array(path: Path, dtype: str, length: int) -> np.ndarray:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path} is missing or truncated, tokenize again: {error}") from None
+    if array.dtype != np.dtype(dtype) or array.shape != (length,):
+        raise ValueError(
+            f"{path} holds {array.shape} {array.dtype}, meta.json says ({length},) {dtype}; "
+            "tokenize again"
+        )
+    return array
+
+
+class _TokenWriter:
+    """Appends ids to a `.npy` file whose length is known only at the end.
+
+    numpy pads the header so that the first dim can grow in place (`numpy.lib.format`), so the
+    header is written again over itself when the length is known.
+    """
+
+    def __init__(self, file: BinaryIO, vocab_size: int):
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+        self.file, self.vocab_size = file, vocab_size
+        self.num_tokens, self.max_id = 0, 0
+        self.digest = hashlib.sha256()
+        self.header_size = self._write_header()
+
+    def append(self, ids: np.ndarray) -> None:
+        self.max_id = max(self.max_id, int(ids.max()))
+        assert self.max_id < self.vocab_size, (self.max_id, self.vocab_size)
+        data = ids.astype(self.dtype).tobytes()
+        self.digest.update(data)
+        self.file.write(data)
+        self.num_tokens += len(ids)
+
+    def finish(self) -> None:
+        self.file.seek(0)
+        assert self._write_header() == self.header_size
+
+    def _write_header(self) -> int:
+        shape = (self.num_tokens,)
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self.file, header)
+        return self.file.tell()
