@@ -128,7 +128,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _grouped_product(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-    """`x_g @ matrices[g]` for every group: `[P, m]`, `[G, m, n]` -> `[P, n]`, zeros past the end."""
+    """`x_g @ matrices[g]` per group: `[P, m]`, `[G, m, n]` -> `[P, n]`, zeros past the end."""
     total = groups.total
     if x.is_cuda and x.dtype == torch.bfloat16 and total > 0:
         product = grouped_mm(x[:total], matrices, offs=groups.offsets)
