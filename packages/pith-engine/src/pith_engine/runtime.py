@@ -1,0 +1,336 @@
+"""Processes: joining the group, failing together, and the only wrappers of collectives.
+
+A command finds its peers in the environment: torchrun's variables, else those of `srun`, else it is
+alone. On GPUs the group has two backends, `cpu:gloo,cuda:nccl`, so objects and barriers go over
+gloo and never touch a GPU stream; on CPUs it is gloo. One timeout holds for every group.
+
+A rank that raises prints its traceback, names itself and exits at once without draining collectives
+or running exit handlers: its peers see a closed connection and follow within seconds, and the first
+traceback is the cause. Only the main thread's exceptions count: a logging thread that dies does not
+take training with it.
+
+Collectives take an `Axis` and are the identity when it has one rank. An axis of several ranks
+without a group belongs to a mesh made from sizes alone: using it is an error of ours.
+"""
+
+import os
+import random
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pith_engine.mesh import Axis, Mesh
+
+MINIMUM_TORCH = (2, 11)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchInfo:
+    """What the launcher says about this process."""
+
+    rank: int = 0
+    """Rank among all processes."""
+    world_size: int = 1
+    """Number of processes."""
+    local_rank: int = 0
+    """Rank on this machine: the index of its GPU."""
+    ranks_per_node: int = 1
+    """Processes on this machine."""
+    address: str | None = None
+    """Where rank 0 listens; None when the process is alone and needs no store."""
+    port: int = 0
+    """Its port."""
+
+
+def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
+    """Read torchrun's variables, else those of a SLURM job step, else one process.
+
+    A SLURM batch script without `srun` is one process: only a job step sets
+    `SLURM_STEP_NUM_TASKS`.
+
+    Raises:
+        ValueError: a variable that goes with those found is missing.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in environ]
+        if missing:
+            raise ValueError(f"environment: {', '.join(missing)} not set; start with torchrun")
+        world_size = int(environ["WORLD_SIZE"])
+        return LaunchInfo(
+            rank=int(environ["RANK"]),
+            world_size=world_size,
+            local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
+            ranks_per_node=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
+            address=environ["MASTER_ADDR"],
+            port=int(environ["MASTER_PORT"]),
+        )
+    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return LaunchInfo(
+            rank=int(environ["SLURM_PROCID"]),
+            world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
+            local_rank=int(environ["SLURM_LOCALID"]),
+            ranks_per_node=int(environ["SLURM_STEP_TASKS_PER_NODE"].split("(")[0].split(",")[0]),
+            address=_first_host(environ["SLURM_STEP_NODELIST"]),
+            # Two jobs that share a node must not meet: the port follows from the job's number.
+            port=20000 + int(environ["SLURM_JOB_ID"]) % 20000,
+        )
+    return LaunchInfo()
+
+
+def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
+    """Join the default process group and return this process's device.
+
+    Args:
+        device_type: `cpu` or `cuda`.
+        timeout: after which a collective on the default group fails.
+
+    Raises:
+        ValueError: unknown device type, or fewer GPUs than processes on this machine.
+        RuntimeError: torch is too old.
+    """
+    check_torch_version(torch.__version__)
+    launch = read_launch(os.environ)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        num_devices = torch.cuda.device_count()
+        if launch.local_rank >= num_devices:
+            raise ValueError(
+                f"process {launch.local_rank} on this machine has no GPU: {num_devices} found; "
+                f"start at most {num_devices} processes a machine"
+            )
+        device = torch.device("cuda", launch.local_rank)
+        torch.cuda.set_device(device)
+    elif device_type != "cpu":
+        raise ValueError(f"device = {device_type!r}: expected 'cpu' or 'cuda'")
+    if launch.address is None:
+        store: dist.Store = dist.HashStore()
+    else:
+        # torchrun's agent already listens on this port and says so; otherwise rank 0 does.
+        is_server = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = dist.TCPStore(
+            launch.address, launch.port, launch.world_size, is_server, timeout=timeout
+        )
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"pith/{restart}", store)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+    )
+    return device
+
+
+def stop_process_group() -> None:
+    """Leave the default process group and all others; nothing happens without one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def connect_mesh(mesh: Mesh, device: torch.device) -> None:
+    """Run one collective on every axis, so that all communicators exist before they are timed.
+
+    NCCL makes a communicator at its first use, and a first use by point-to-point transfers that
+    not all ranks take part in hangs.
+    """
+    for axis in (mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.ep_backward):
+        all_reduce(torch.zeros(1, device=device), axis)
+    for axis in (mesh.data, mesh.expert_data, mesh.world):
+        all_reduce(torch.zeros(1, device=device), axis)
+
+
+def check_torch_version(version: str) -> None:
+    """Raise a RuntimeError of one line, found and needed, when torch is too old."""
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found < MINIMUM_TORCH:
+        needed = ".".join(str(part) for part in MINIMUM_TORCH)
+        raise RuntimeError(
+            f"torch {version} found, {needed} or newer needed: pip install 'torch>={needed}'"
+        )
+
+
+def set_seeds(seed: int) -> None:
+    """Seed Python, numpy and torch alike on every rank.
+
+    Weights and data order do not depend on it: they have generators of their own.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def fail_fast(rank: int) -> Iterator[None]:
+    """End the process at once when the body raises: see the file's docstring.
+
+    Ctrl-C ends it with code 130; `SystemExit` is left alone.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        text = "".join(traceback.format_exception(error))
+        # One write, so that lines of ranks that fail together do not mix.
+        sys.stdout.flush()
+        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
+        sys.stderr.flush()
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def all_reduce(tensor: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
+    """Reduce a contiguous tensor in place over the axis; returns it."""
+    if axis.size > 1:
+        reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        dist.all_reduce(tensor, reduce_op, group=_group(axis))
+    return tensor
+
+
+def all_gather(output: Tensor, input: Tensor, axis: Axis) -> None:
+    """Concatenate every rank's `input [n]` into `output [size * n]` in axis order."""
+    if axis.size == 1:
+        output.copy_(input.view_as(output))
+    else:
+        dist.all_gather_into_tensor(output, input, group=_group(axis))
+
+
+def reduce_scatter(output: Tensor, input: Tensor, axis: Axis) -> None:
+    """Sum `input [size * n]` over the axis; rank r keeps block r as `output [n]`.
+
+    On gloo the blocks travel by all-to-all and are added in rank order, so a sum does not depend
+    on which peer answers first.
+    """
+    if axis.size == 1:
+        output.copy_(input.view_as(output))
+    elif input.is_cuda:
+        dist.reduce_scatter_tensor(output, input, group=_group(axis))
+    else:
+        blocks = torch.empty_like(input)
+        dist.all_to_all_single(blocks, input, group=_group(axis))
+        first, *others = blocks.view(axis.size, -1).unbind()
+        flat = output.view(-1).copy_(first)
+        for block in others:
+            flat.add_(block)
+
+
+def all_to_all(
+    output: Tensor,
+    input: Tensor,
+    output_sizes: Sequence[int],
+    input_sizes: Sequence[int],
+    axis: Axis,
+) -> None:
+    """Send consecutive blocks of rows to the ranks of the axis.
+
+    Args:
+        output: `[sum(output_sizes), ...]`, contiguous; written.
+        input: `[sum(input_sizes), ...]`; need not be contiguous.
+        output_sizes: rows received from each rank, 0 allowed.
+        input_sizes: rows sent to each rank, 0 allowed.
+        axis: the ranks.
+    """
+    if axis.size == 1:
+        output.copy_(input)
+    else:
+        dist.all_to_all_single(
+            output,
+            input.contiguous(),
+            list(output_sizes),
+            list(input_sizes),
+            group=_group(axis),
+        )
+
+
+class Exchange:
+    """Transfers under way; holds their tensors until they are waited for."""
+
+    def __init__(
+        self, receives: list[dist.Work], sends: list[dist.Work], tensors: list[Tensor]
+    ) -> None:
+        self._receives, self._sends, self._tensors = receives, sends, tensors
+
+    def wait_receives(self) -> None:
+        """Wait for received data: the host on gloo, the current stream on NCCL."""
+        for work in self._receives:
+            work.wait()
+        self._receives = []
+
+    def wait_sends(self) -> None:
+        """Wait for everything; the sent tensors may be written again."""
+        self.wait_receives()
+        for work in self._sends:
+            work.wait()
+        self._sends, self._tensors = [], []
+
+
+def exchange(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis
+) -> Exchange:
+    """Start sends and receives as one batch, so that no order of ranks can block it.
+
+    Args:
+        sends: contiguous tensors with the axis rank that each goes to.
+        receives: contiguous tensors to write with the axis rank that each comes from; transfers
+            between two ranks match in order.
+        axis: the ranks.
+    """
+    if not sends and not receives:
+        return Exchange([], [], [])
+    group = _group(axis)
+    operations = [dist.P2POp(dist.irecv, t, axis.ranks[peer], group) for t, peer in receives]
+    operations += [dist.P2POp(dist.isend, t, axis.ranks[peer], group) for t, peer in sends]
+    works = dist.batch_isend_irecv(operations)
+    tensors = [t for t, _ in receives] + [t for t, _ in sends]
+    if len(works) != len(operations):  # NCCL gives one handle for the whole batch.
+        return Exchange(works, [], tensors)
+    return Exchange(works[: len(receives)], works[len(receives) :], tensors)
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's picklable value, in axis order, on every rank."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=_group(axis))
+    return values
+
+
+def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
+    """The picklable value of axis rank `source`, on every rank."""
+    if axis.size == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=axis.ranks[source], group=_group(axis))
+    return values[0]
+
+
+def barrier(axis: Axis) -> None:
+    """Wait on the host until every rank of the axis is here; GPU streams are not involved."""
+    all_reduce(torch.zeros(1), axis)
+
+
+def _group(axis: Axis) -> dist.ProcessGroup:
+    if axis.group is None:
+        raise RuntimeError(
+            f"collective on axis {axis.name} of {axis.size} ranks, but this mesh was made from "
+            "sizes alone and has no groups: use Mesh.create"
+        )
+    return axis.group
+
+
+def _first_host(nodelist: str) -> str:
+    """First host of SLURM's compressed list: `node[003-005,007],login` -> `node003`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodelist)
+    if match is None:
+        raise ValueError(f"SLURM_STEP_NODELIST = {nodelist!r} names no host")
+    return match[1] + (match[2] or "")

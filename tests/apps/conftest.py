@@ -1,0 +1,3 @@
+from gloo_pool import gloo_pool
+
+__all__ = ["gloo_pool"]

@@ -1,0 +1,197 @@
+"""One pool of gloo workers for all multi-process tests of a session.
+
+    def add_ranks(offset):                      # module level, in the test file
+        value = torch.tensor([dist.get_rank() + offset])
+        dist.all_reduce(value)
+        return value.item()
+
+    def test_sum(gloo_pool):
+        assert gloo_pool.run(add_ranks, 1) == [10, 10, 10, 10]
+
+The workers start at the first call and stay. Each call runs in a fresh default process group of
+four ranks. They load the test file by its path and register it under the name that pytest gave it,
+so classes defined there can be arguments and results. A failure in one rank, or a call that is not
+done in time, kills all workers; the test gets the traceback, or everybody's stack, and the next
+call starts new ones.
+"""
+
+import atexit
+import faulthandler
+import functools
+import importlib.util
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+
+import pytest
+
+NUM_WORKERS = 4
+START_SECONDS = 180
+
+
+class WorkerError(Exception):
+    """A worker raised, died or hung; the message holds its traceback."""
+
+
+class GlooPool:
+    """`num_workers` processes that run functions together."""
+
+    def __init__(self, num_workers: int = NUM_WORKERS):
+        self.num_workers = num_workers
+        self._processes: list[subprocess.Popen] = []
+        self._connections: list[Connection] = []
+        self._logs: list[Path] = []
+        self._num_calls = 0
+
+    def run(self, function, *args, timeout: float = 60.0) -> list:
+        """Call a module-level function on every rank; returns results in rank order."""
+        if "<locals>" in function.__qualname__ or function.__name__ == "<lambda>":
+            raise TypeError(f"{function.__qualname__} is not at module level")
+        if not self._processes:
+            self._start()
+        self._num_calls += 1
+        path = str(Path(function.__code__.co_filename).resolve())
+        head = pickle.dumps((self._num_calls, path, function.__module__, function.__qualname__))
+        body = pickle.dumps(args)
+        for connection in self._connections:
+            connection.send_bytes(head)
+            connection.send_bytes(body)
+        return self._collect(timeout, function.__qualname__)
+
+    def close(self) -> None:
+        """Kill the workers, if any."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        from torch.distributed import TCPStore
+
+        # The parent holds the store: the port is free for sure, and survives dying workers.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        folder = Path(tempfile.mkdtemp(prefix="gloo_pool_"))
+        key = os.urandom(16)
+        environ = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_POOL_KEY": key.hex(),
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
+        self._logs = [folder / f"rank{rank}.log" for rank in range(self.num_workers)]
+        with Listener(str(folder / "socket"), "AF_UNIX", self.num_workers, authkey=key) as listener:
+            for rank, log in enumerate(self._logs):
+                command = [sys.executable, __file__, listener.address, str(rank)]
+                command += [str(self.num_workers), str(self._store.port)]
+                with log.open("wb") as output:
+                    self._processes.append(
+                        subprocess.Popen(command, env=environ, stdout=output, stderr=output)
+                    )
+            accepted = {}
+            for _ in range(self.num_workers):
+                connection = listener.accept()
+                accepted[connection.recv()] = connection
+        self._connections = [accepted[rank] for rank in range(self.num_workers)]
+        self._collect(START_SECONDS, "start of the workers")
+
+    def _collect(self, timeout: float, what: str) -> list:
+        deadline = time.monotonic() + timeout
+        results: dict[int, object] = {}
+        while len(results) < self.num_workers:
+            waiting = [c for r, c in enumerate(self._connections) if r not in results]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = sorted(set(range(self.num_workers)) - set(results))
+                self._fail(f"{what}: ranks {missing} not done after {timeout:g} s", stacks=True)
+            for connection in ready:
+                rank = self._connections.index(connection)
+                try:
+                    succeeded, payload = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionError):
+                    self._fail(f"{what}: rank {rank} died")
+                if not succeeded:
+                    self._fail(f"{what}: rank {rank} raised\n{payload}")
+                results[rank] = payload
+        return [results[rank] for rank in range(self.num_workers)]
+
+    def _fail(self, message: str, *, stacks: bool = False) -> None:
+        if stacks:
+            for process in self._processes:
+                process.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
+        logs = [f"--- rank {r}\n{p.read_text()[-4000:]}" for r, p in enumerate(self._logs)]
+        self.close()
+        raise WorkerError("\n".join([message, *logs]))
+
+
+@functools.cache
+def shared_pool() -> GlooPool:
+    """The session's pool: one, however many conftest files ask for it."""
+    pool = GlooPool()
+    atexit.register(pool.close)
+    return pool
+
+
+@pytest.fixture(scope="session")
+def gloo_pool() -> GlooPool:
+    """The session's pool of four gloo workers."""
+    return shared_pool()
+
+
+def _serve(address: str, rank: int, num_workers: int, port: int) -> None:
+    """A worker's life: answer calls until the parent is gone."""
+    from multiprocessing.connection import Client
+
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    connection = Client(address, "AF_UNIX", authkey=bytes.fromhex(os.environ["GLOO_POOL_KEY"]))
+    connection.send(rank)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    connection.send_bytes(pickle.dumps((True, None)))
+    while True:
+        try:
+            call, path, module_name, name = pickle.loads(connection.recv_bytes())
+            body = connection.recv_bytes()
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        try:
+            function = getattr(_load(path, module_name), name)
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(str(call), store),
+                rank=rank,
+                world_size=num_workers,
+                timeout=timedelta(seconds=60),
+            )
+            torch.manual_seed(0)
+            result = pickle.dumps((True, function(*pickle.loads(body))))
+            dist.destroy_process_group()
+        except BaseException:
+            result = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(result)
+
+
+def _load(path: str, module_name: str):
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[module_name]
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
