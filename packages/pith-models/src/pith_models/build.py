@@ -1,0 +1,143 @@
+"""The only list of model families: from a configuration to chunks, tensors and counts.
+
+Every question about "which model is this" is answered by a `match` in this file and nowhere else.
+To add a family: write its file, add its configuration to `ModelConfig` and one arm to each `match`.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+from pith_engine.contract import ModelChunk
+from pith_engine.mesh import Mesh
+from pith_ops.attention import AttentionBackend
+
+from pith_models.hf import CanonicalTensor
+from pith_models.qwen3_moe import (
+    Qwen3MoeChunk,
+    Qwen3MoeConfig,
+    qwen3_moe_layer_flops,
+    qwen3_moe_tensors,
+)
+
+ModelConfig: TypeAlias = Qwen3MoeConfig
+"""Any configuration that `build_chunks` accepts (a union once there are several families)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCounts:
+    """How many parameters a model has."""
+
+    total: int
+    """All parameters."""
+    active: int
+    """Parameters that one token meets: of a layer's experts only the top-k."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardFlops:
+    """Floating-point operations of the forward pass per token; the backward takes twice as many."""
+
+    layers: tuple[float, ...]
+    """Per decoder layer, causal attention counted by half."""
+    head: float
+    """Of the output projection; the embedding is a look-up and costs none."""
+
+    @property
+    def total(self) -> float:
+        """Layers and head together."""
+        return sum(self.layers) + self.head
+
+
+def build_chunks(
+    config: ModelConfig,
+    mesh: Mesh,
+    layers_per_chunk: tuple[int, ...],
+    *,
+    attention_backend: AttentionBackend,
+) -> list[ModelChunk]:
+    """Build this rank's two chunks on the meta device: chunk r and chunk `2 * pp - 1 - r`.
+
+    Args:
+        config: the model.
+        mesh: gives the pp rank r and how many experts a rank holds; needs no process groups.
+        layers_per_chunk: layers of each of the `2 * pp` chunks.
+        attention_backend: which kernel computes attention.
+
+    Raises:
+        ValueError: if the layers or the experts do not fit the mesh.
+    """
+    num_chunks = 2 * mesh.pp.size
+    if len(layers_per_chunk) != num_chunks or sum(layers_per_chunk) != config.num_hidden_layers:
+        raise ValueError(
+            f"layers_per_chunk = {layers_per_chunk}: needs {num_chunks} numbers (2 * pp) that add "
+            f"up to num_hidden_layers = {config.num_hidden_layers}"
+        )
+    if config.num_experts % mesh.ep.size:
+        allowed = [n for n in range(1, config.num_experts + 1) if not config.num_experts % n]
+        raise ValueError(
+            f"mesh.ep = {mesh.ep.size} does not divide num_experts = {config.num_experts}; "
+            f"allowed: {allowed}"
+        )
+    chunks: list[ModelChunk] = []
+    for chunk in (mesh.pp.rank, num_chunks - 1 - mesh.pp.rank):
+        start = sum(layers_per_chunk[:chunk])
+        layers = range(start, start + layers_per_chunk[chunk])
+        match config:
+            case Qwen3MoeConfig():
+                chunks.append(
+                    Qwen3MoeChunk(
+                        config,
+                        layers,
+                        num_local_experts=config.num_experts // mesh.ep.size,
+                        attention_backend=attention_backend,
+                        is_first=chunk == 0,
+                        is_last=chunk == num_chunks - 1,
+                    )
+                )
+    return chunks
+
+
+def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
+    """Every tensor of the whole model: canonical name, global shape, Hugging Face keys."""
+    match config:
+        case Qwen3MoeConfig():
+            return qwen3_moe_tensors(config)
+
+
+def model_config_from_hf(fields: dict) -> ModelConfig:
+    """Read the content of a Hugging Face `config.json`.
+
+    Raises:
+        ValueError: naming an architecture or a field that is not implemented.
+    """
+    match fields.get("model_type"):
+        case "qwen3_moe":
+            return Qwen3MoeConfig.from_hf(fields)
+        case other:
+            raise ValueError(f"model_type = {other!r}: implemented are ['qwen3_moe']")
+
+
+def parameter_counts(config: ModelConfig) -> ParameterCounts:
+    """Count parameters from the shapes alone."""
+    total = active = 0
+    for tensor in canonical_tensors(config):
+        size = prod(tensor.shape)
+        total += size
+        active += (
+            size // config.num_experts * config.num_experts_per_tok
+            if tensor.is_expert_stack
+            else size
+        )
+    return ParameterCounts(total=total, active=active)
+
+
+def forward_flops(config: ModelConfig, sequence_length: int) -> ForwardFlops:
+    """Count the operations of a token's forward pass in a sequence of this length."""
+    match config:
+        case Qwen3MoeConfig():
+            layers = tuple(
+                qwen3_moe_layer_flops(config, layer, sequence_length)
+                for layer in range(config.num_hidden_layers)
+            )
+            return ForwardFlops(layers=layers, head=2.0 * config.hidden_size * config.vocab_size)

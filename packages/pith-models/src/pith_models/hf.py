@@ -1,0 +1,334 @@
+"""Hugging Face folders: read and written tensor by tensor, with a strict account of every key.
+
+A checkpoint of ours names *canonical* tensors ("layers.3.experts_gate_proj", `[E, I, H]`); a
+Hugging Face file holds one entry per expert. A model file lists its canonical tensors as
+`CanonicalTensor` facts; everything here works on such a list and knows no model family.
+
+Both directions go through `Mapping[str, Tensor]` whose values are made when asked for:
+`HuggingFaceTensors` reads a folder that way, `export_tensors` takes any such mapping (a checkpoint
+opened lazily). So memory stays at one canonical tensor, plus one output file when writing.
+
+The account is strict: a key that is missing, unexpected or of another shape is an error that lists
+it, raised before any value is read. The trap that this guards against is a silent partial load,
+which trains and evaluates plausibly.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+COMPANION_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files beside config and weights that belong to a model and are copied byte for byte."""
+
+
+@dataclass(frozen=True)
+class CanonicalTensor:
+    """One tensor of a checkpoint and where Hugging Face files keep it."""
+
+    name: str
+    """Canonical name, with the global layer number."""
+    shape: tuple[int, ...]
+    """Global shape; the experts of a layer are stacked along dim 0."""
+    keys: tuple[str, ...]
+    """Hugging Face keys: one, or one per expert for a stack."""
+    is_expert_stack: bool = False
+    """Whether the keys hold the slices along dim 0, one each, instead of the whole tensor."""
+
+    @property
+    def key_shape(self) -> tuple[int, ...]:
+        """The shape behind each key."""
+        return self.shape[1:] if self.is_expert_stack else self.shape
+
+    def slices(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Views of a tensor of `shape`, one per key."""
+        return tensor.unbind(0) if self.is_expert_stack else (tensor,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyAccount:
+    """What became of every key of a Hugging Face folder."""
+
+    num_loaded: int
+    """Keys that are read."""
+    unexpected: tuple[str, ...]
+    """Keys of the files that the model does not have."""
+    missing: tuple[str, ...]
+    """Keys of the model that the files do not have."""
+    wrong_shapes: tuple[str, ...]
+    """Keys with both shapes, where they differ."""
+    dtype_changes: tuple[tuple[str, str, int], ...]
+    """`(from, to, number of keys)` for values converted while reading."""
+
+    def describe(self) -> str:
+        """The account in one line."""
+        changes = [f"{n} keys {old} -> {new}" for old, new, n in self.dtype_changes] or ["none"]
+        return (
+            f"keys: {self.num_loaded} loaded, {len(self.unexpected)} unexpected, "
+            f"{len(self.missing)} missing; dtype changes: {', '.join(changes)}"
+        )
+
+
+class HuggingFaceTensors(Mapping[str, Tensor]):
+    """The canonical tensors of a Hugging Face folder, each read when asked for.
+
+    Attributes:
+        account: the key account, without faults once the object exists.
+    """
+
+    def __init__(self, folder: Path, layout: Sequence[CanonicalTensor], dtype: torch.dtype):
+        """Check every key and shape against the layout; read no value yet.
+
+        Args:
+            folder: holds `model.safetensors`, or several files and their index.
+            layout: all canonical tensors of the model.
+            dtype: what values are converted to.
+
+        Raises:
+            ValueError: listing missing, unexpected and misshapen keys, or files that the index
+                names and the folder lacks, or an index at odds with its files.
+        """
+        self._layout = {tensor.name: tensor for tensor in layout}
+        self._dtype = dtype
+        self._files, shapes, dtypes = _read_headers(folder)
+        self.account = _count_keys(layout, shapes, dtypes, dtype)
+        account = self.account
+        faults = [
+            f"{label} ({len(keys)}): {_first(keys)}"
+            for label, keys in [
+                ("missing keys", account.missing),
+                ("unexpected keys", account.unexpected),
+                ("wrong shapes", account.wrong_shapes),
+            ]
+            if keys
+        ]
+        if faults:
+            raise ValueError(f"{folder} does not hold this model: " + "; ".join(faults))
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._layout[name]
+        out = torch.empty(tensor.shape, dtype=self._dtype)
+        places: dict[Path, list[tuple[str, Tensor]]] = {}
+        for key, view in zip(tensor.keys, tensor.slices(out), strict=True):
+            places.setdefault(self._files[key], []).append((key, view))
+        for path, entries in places.items():
+            with safe_open(path, framework="pt") as file:
+                for key, view in entries:
+                    view.copy_(file.get_tensor(key))
+        return out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layout)
+
+    def __len__(self) -> int:
+        return len(self._layout)
+
+
+def read_hf_config(folder: Path) -> dict:
+    """Read `config.json` of a Hugging Face folder.
+
+    Raises:
+        ValueError: if the folder has none.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a Hugging Face folder: it has no config.json")
+    return json.loads(path.read_text())
+
+
+def export_tensors(
+    tensors: Mapping[str, Tensor],
+    layout: Sequence[CanonicalTensor],
+    config_fields: Mapping[str, object],
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    companions: Path | None = None,
+    max_file_bytes: int = 4 * 2**30,
+    on_written: Callable[[int], object] | None = None,
+) -> None:
+    """Write a Hugging Face folder that transformers and vLLM open without an edit.
+
+    Everything goes to `out` + ".tmp", which is renamed to `out` when complete.
+
+    Args:
+        tensors: canonical name -> tensor of any dtype; asked for one at a time, in layout order.
+        layout: all canonical tensors of the model.
+        config_fields: the content of `config.json`; the dtype is added.
+        out: the folder to make; must not exist.
+        dtype: dtype of the written values.
+        companions: a folder whose tokenizer files and generation config are copied; None: nothing.
+        max_file_bytes: a new file starts before this size is passed.
+        on_written: called with the number of bytes after every canonical tensor.
+
+    Raises:
+        ValueError: if `out` exists, or the tensors are not exactly those of the layout.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists: choose another folder or remove it")
+    expected = {tensor.name for tensor in layout}
+    missing, unexpected = expected - tensors.keys(), tensors.keys() - expected
+    if missing or unexpected:
+        raise ValueError(
+            f"the tensors are not those of this model: missing {_first(sorted(missing))}; "
+            f"unexpected {_first(sorted(unexpected))}"
+        )
+    temporary = out.with_name(out.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    if companions is not None:
+        copy_companions(companions, temporary)
+    fields = {**config_fields, "torch_dtype": str(dtype).removeprefix("torch.")}
+    _write_json(temporary / "config.json", fields)
+    _write_files(tensors, layout, temporary, dtype, max_file_bytes, on_written)
+    temporary.rename(out)
+
+
+def copy_companions(source: Path, destination: Path) -> list[str]:
+    """Copy the tokenizer files and generation config that `source` has; return their names."""
+    names = [name for name in COMPANION_FILES if (source / name).is_file()]
+    for name in names:
+        shutil.copyfile(source / name, destination / name)
+    return names
+
+
+def _read_headers(
+    folder: Path,
+) -> tuple[dict[str, Path], dict[str, tuple[int, ...]], dict[str, str]]:
+    """Map every key of a folder to its file, shape and dtype, from the files' own headers."""
+    index_path = folder / INDEX_FILE
+    index: dict[str, str] | None = None
+    if index_path.is_file():
+        index = json.loads(index_path.read_text())["weight_map"]
+        names = sorted(set(index.values()))
+    else:
+        names = [SINGLE_FILE]
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise ValueError(f"{folder} lacks {_first(absent)}" + (" of its index" if index else ""))
+    files, shapes, dtypes = {}, {}, {}
+    for name in names:
+        with safe_open(folder / name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                entry = file.get_slice(key)
+                files[key] = folder / name
+                shapes[key] = tuple(entry.get_shape())
+                dtypes[key] = _SAFETENSORS_DTYPES.get(entry.get_dtype(), entry.get_dtype())
+    if index is not None:
+        actual = {key: path.name for key, path in files.items()}
+        odd = sorted(dict(index.items() ^ actual.items()))
+        if odd:
+            raise ValueError(f"{index_path} and the files disagree about {_first(odd)}")
+    return files, shapes, dtypes
+
+
+def _count_keys(
+    layout: Sequence[CanonicalTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    dtype: torch.dtype,
+) -> KeyAccount:
+    """Compare the keys of the files with those of the model."""
+    wanted = {key: tensor.key_shape for tensor in layout for key in tensor.keys}
+    loaded = wanted.keys() & shapes.keys()
+    new = str(dtype).removeprefix("torch.")
+    changes = Counter(dtypes[key] for key in loaded if dtypes[key] != new)
+    return KeyAccount(
+        num_loaded=len(loaded),
+        unexpected=tuple(sorted(shapes.keys() - wanted.keys())),
+        missing=tuple(sorted(wanted.keys() - shapes.keys())),
+        wrong_shapes=tuple(
+            f"{key} {list(shapes[key])}, expected {list(wanted[key])}"
+            for key in sorted(loaded)
+            if shapes[key] != wanted[key]
+        ),
+        dtype_changes=tuple((old, new, number) for old, number in sorted(changes.items())),
+    )
+
+
+def _write_files(
+    tensors: Mapping[str, Tensor],
+    layout: Sequence[CanonicalTensor],
+    folder: Path,
+    dtype: torch.dtype,
+    max_file_bytes: int,
+    on_written: Callable[[int], object] | None,
+) -> None:
+    """Write the weights in one file, or in several with their index."""
+    files = _plan_files(layout, dtype, max_file_bytes)
+    total = sum(prod(tensor.shape) for tensor in layout)
+    pending: dict[str, Tensor] = {}
+    names = iter(files)
+    name = next(names)
+    for tensor in layout:
+        value = tensors[tensor.name]
+        if tuple(value.shape) != tensor.shape:
+            raise ValueError(f"{tensor.name} is {list(value.shape)}, expected {tensor.shape}")
+        # One clone per key: a file stores each tensor whole, not a view into the stack.
+        for key, view in zip(tensor.keys, tensor.slices(value.detach()), strict=True):
+            if key not in files[name]:
+                save_file(pending, folder / name, metadata={"format": "pt"})
+                pending, name = {}, next(names)
+            pending[key] = view.to("cpu", dtype, copy=True).contiguous()
+        if on_written is not None:
+            on_written(prod(tensor.shape) * dtype.itemsize)
+    save_file(pending, folder / name, metadata={"format": "pt"})
+    if len(files) > 1:
+        weight_map = {key: name for name, keys in files.items() for key in keys}
+        metadata = {"total_size": total * dtype.itemsize, "total_parameters": total}
+        _write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
+
+
+def _plan_files(
+    layout: Sequence[CanonicalTensor], dtype: torch.dtype, max_file_bytes: int
+) -> dict[str, set[str]]:
+    """Spread the keys, in layout order, over files; file name -> its keys."""
+    groups: list[set[str]] = [set()]
+    filled = 0
+    for tensor in layout:
+        size = prod(tensor.key_shape) * dtype.itemsize
+        for key in tensor.keys:
+            if groups[-1] and filled + size > max_file_bytes:
+                groups.append(set())
+                filled = 0
+            groups[-1].add(key)
+            filled += size
+    if len(groups) == 1:
+        return {SINGLE_FILE: groups[0]}
+    number = len(groups)
+    return {f"model-{i:05}-of-{number:05}.safetensors": keys for i, keys in enumerate(groups, 1)}
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _first(names: Sequence[str], limit: int = 10) -> str:
+    """The first few names and how many follow."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more if names else "none"
+
+
+_SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}

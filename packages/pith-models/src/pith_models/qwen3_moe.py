@@ -1,0 +1,453 @@
+"""Qwen3-MoE: the layers, the configuration and the Hugging Face key map of one model family.
+
+Formulas (Qwen3 technical report, arXiv 2505.09388; x is `[T, H]`, n_* are RMS norms):
+
+    attention   q, k, v = Wq n(x), Wk n(x), Wv n(x);  q, k = rope(n_q(q)), rope(n_k(k)) per head
+                h = x + Wo softmax(q k' / sqrt(D), causal) v
+    router      p = softmax(Wr n(h)) over N experts in fp32; the K largest are the weights,
+                divided by their sum if `norm_topk_prob`
+    experts     y = sum over K experts of p_e * Wdown_e (silu(Wgate_e u) * (Wup_e u)),  u = n(h)
+    layer       h + y;  a dense layer has one such MLP of width `intermediate_size` and no router
+
+Layouts: T tokens, H hidden, D head dim, E experts on this rank, I expert width. `hidden` is always
+`[T, H]`. Gate and up are stored as one tensor `[E, 2 * I, H]`, gate rows first, so that one grouped
+GEMM makes both; checkpoints and Hugging Face files see two tensors (`parts`).
+
+The trap: `head_dim` is its own field and need not be `hidden_size / num_attention_heads` (it is 128
+with hidden 2048 and 32 heads in Qwen3-30B-A3B).
+"""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, Role, Routing, declare
+from pith_ops.attention import AttentionBackend, attention
+from pith_ops.cross_entropy import linear_cross_entropy
+from pith_ops.device import accumulation_dtype
+from pith_ops.grouped_linear import Groups, grouped_linear
+from pith_ops.linear import linear
+from pith_ops.rms_norm import rms_norm
+from pith_ops.rope import apply_rope, rope_frequencies, rope_table
+from pith_ops.routing import router_logits, softmax_topk
+from pith_ops.swiglu import swiglu
+from pith_ops.weight_grad import WeightGradQueue
+from torch import Tensor, nn
+
+from pith_models.hf import CanonicalTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig:
+    """Sizes and constants of a Qwen3-MoE model, under Hugging Face's field names."""
+
+    vocab_size: int
+    """Rows of the embedding and of the head; may exceed the tokenizer's vocabulary."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_hidden_layers: int
+    """Decoder layers."""
+    num_attention_heads: int
+    """Query heads."""
+    num_key_value_heads: int
+    """Key and value heads; divides the query heads."""
+    head_dim: int
+    """Width of a head; even, independent of the hidden size."""
+    intermediate_size: int
+    """Width of the MLP in dense layers."""
+    moe_intermediate_size: int
+    """Width of one expert."""
+    num_experts: int
+    """Experts of a sparse layer, over all ranks."""
+    num_experts_per_tok: int
+    """Top-k: experts that each token is sent to."""
+    norm_topk_prob: bool = True
+    """Whether the k chosen probabilities are divided by their sum."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Layers (from 0) that are dense whatever `decoder_sparse_step` says."""
+    decoder_sparse_step: int = 1
+    """Layer i is sparse if `(i + 1) % decoder_sparse_step == 0`."""
+    rope_theta: float = 1_000_000.0
+    """Base of the rotary frequencies."""
+    rms_norm_eps: float = 1e-6
+    """Added to the mean square inside every norm."""
+    initializer_range: float = 0.02
+    """Standard deviation of every initial matrix."""
+    max_position_embeddings: int = 40_960
+    """Longest sequence that the model is meant for."""
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name} = {value}: must be at least 1"
+            for name, value in vars(self).items()
+            if name in _POSITIVE and value < 1
+        ]
+        if self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads:
+            faults.append(
+                f"num_attention_heads = {self.num_attention_heads}: must be a multiple of "
+                f"num_key_value_heads = {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            faults.append(f"head_dim = {self.head_dim}: must be even for rotary embeddings")
+        if self.num_experts_per_tok > self.num_experts:
+            faults.append(
+                f"num_experts_per_tok = {self.num_experts_per_tok}: must be at most "
+                f"num_experts = {self.num_experts}"
+            )
+        outside = [i for i in self.mlp_only_layers if not 0 <= i < self.num_hidden_layers]
+        if outside:
+            faults.append(
+                f"mlp_only_layers = {self.mlp_only_layers}: {outside} are not among layers 0 to "
+                f"{self.num_hidden_layers - 1}"
+            )
+        for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
+            if not getattr(self, name) > 0:
+                faults.append(f"{name} = {getattr(self, name)}: must be positive")
+        if faults:
+            raise ValueError("Qwen3MoeConfig: " + "; ".join(faults))
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer of this global number routes its tokens to experts."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    @staticmethod
+    def from_hf(fields: dict) -> "Qwen3MoeConfig":
+        """Read the fields of a `config.json`, in the spelling of transformers 4 or 5.
+
+        Raises:
+            ValueError: naming every key that is missing, unknown or has a value whose meaning is
+                not implemented here; none is ever dropped silently.
+        """
+        faults = [
+            f"{key} = {fields[key]!r}: only {allowed} is implemented"
+            for key, allowed in _FIXED_HF_FIELDS.items()
+            if key in fields and fields[key] != allowed
+        ]
+        known = {*_PLAIN_HF_FIELDS, *_FIXED_HF_FIELDS, *_NEUTRAL_HF_FIELDS, *_RESPELLED_HF_FIELDS}
+        faults += [
+            f"{key} = {fields[key]!r}: unknown field, and it may change what the model computes"
+            for key in fields
+            if key not in known and not key.startswith("_")
+        ]
+        faults += [f"{key}: missing" for key in _PLAIN_HF_FIELDS if fields.get(key) is None]
+        experts = {fields.get("num_experts"), fields.get("num_local_experts")} - {None}
+        if len(experts) != 1:
+            faults.append(f"num_experts, num_local_experts: one value needed, found {experts}")
+        theta = _rope_theta(fields, faults)
+        if faults:
+            raise ValueError("config.json of a Qwen3-MoE model: " + "; ".join(faults))
+        head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+        return Qwen3MoeConfig(
+            **{key: fields[key] for key in _PLAIN_HF_FIELDS},
+            num_experts=experts.pop(),
+            head_dim=head_dim,
+            mlp_only_layers=tuple(fields.get("mlp_only_layers") or ()),
+            rope_theta=float(theta),
+        )
+
+    def to_hf(self) -> dict:
+        """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            **_FIXED_HF_FIELDS,
+            **{key: getattr(self, key) for key in _PLAIN_HF_FIELDS},
+            "num_experts": self.num_experts,
+            "head_dim": self.head_dim,
+            "mlp_only_layers": list(self.mlp_only_layers),
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+        }
+
+
+class Qwen3MoeAttention(nn.Module):
+    """Causal grouped-query attention with norms on q and k, its input norm and its residual."""
+
+    def __init__(self, config: Qwen3MoeConfig, backend: AttentionBackend):
+        super().__init__()
+        self.config, self.backend = config, backend
+        H, D, std = config.hidden_size, config.head_dim, config.initializer_range
+        q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
+        self.norm = declare((H,), Role.NORM)
+        self.q_proj = declare((q_width, H), Role.MATRIX, std=std)
+        self.k_proj = declare((kv_width, H), Role.MATRIX, std=std)
+        self.v_proj = declare((kv_width, H), Role.MATRIX, std=std)
+        self.q_norm = declare((D,), Role.NORM)
+        self.k_norm = declare((D,), Role.NORM)
+        self.o_proj = declare((H, q_width), Role.MATRIX, std=std)
+
+    def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """`[T, H]` -> `[T, H]`, the input added."""
+        config = self.config
+        D, eps = config.head_dim, config.rms_norm_eps
+        normed = rms_norm(hidden, self.norm, eps)
+        heads = (normed.shape[0], -1, D)
+        # 1. Project, and normalise q and k per head.
+        query = rms_norm(linear(normed, self.q_proj).view(heads), self.q_norm, eps)
+        key = rms_norm(linear(normed, self.k_proj).view(heads), self.k_norm, eps)
+        value = linear(normed, self.v_proj)
+        # 2. Rotate q and k by their positions.
+        wide = accumulation_dtype(hidden.dtype)
+        frequencies = rope_frequencies(D, config.rope_theta, dtype=wide, device=hidden.device)
+        cos, sin = rope_table(batch.positions, frequencies)
+        query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+        # 3. Attend within each sequence, project back, add the residual.
+        sequences = (batch.num_sequences, batch.sequence_length, -1, D)
+        out, _ = attention(
+            query.view(sequences),
+            key.view(sequences),
+            value.view(sequences),
+            documents=batch.documents,
+            backend=self.backend,
+        )
+        return hidden + linear(out.reshape(hidden.shape[0], -1), self.o_proj)
+
+
+class Qwen3MoeSparseLayer(nn.Module):
+    """A decoder layer whose tokens go to K of the experts; implements `DecoderLayer`."""
+
+    def __init__(self, config: Qwen3MoeConfig, num_local_experts: int, backend: AttentionBackend):
+        super().__init__()
+        self.config, self.num_local_experts = config, num_local_experts
+        H, I, E = config.hidden_size, config.moe_intermediate_size, num_local_experts
+        std = config.initializer_range
+        self.self_attention = Qwen3MoeAttention(config, backend)
+        self.mlp_norm = declare((H,), Role.NORM)
+        self.router = declare((config.num_experts, H), Role.ROUTER, std=std)
+        self.experts_gate_up = declare(
+            (E, 2 * I, H),
+            Role.EXPERT_MATRIX,
+            std=std,
+            parts=("experts_gate_proj", "experts_up_proj"),
+        )
+        self.experts_down_proj = declare((E, H, I), Role.EXPERT_MATRIX, std=std)
+
+    def attention(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Routing]:
+        """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, routing."""
+        residual = self.self_attention(hidden, batch)
+        tokens = rms_norm(residual, self.mlp_norm, self.config.rms_norm_eps)
+        ids, weights, scores = softmax_topk(
+            router_logits(tokens, self.router),
+            self.config.num_experts_per_tok,
+            self.config.norm_topk_prob,
+        )
+        routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids)
+        return tokens, residual, routing
+
+    def experts(
+        self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
+    ) -> Tensor:
+        """Rows in expert order `[P, H]` -> unweighted expert outputs `[P, H]`."""
+        assert groups is not None
+        gate_up = grouped_linear(tokens, self.experts_gate_up, groups, weight_grads)
+        return grouped_linear(swiglu(gate_up), self.experts_down_proj, groups, weight_grads)
+
+    def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
+        """Weighted expert sums and residual, both `[T, H]` -> hidden `[T, H]`."""
+        return residual + combined
+
+
+class Qwen3MoeDenseLayer(nn.Module):
+    """A decoder layer with one MLP for every token; implements `DecoderLayer`."""
+
+    num_local_experts = 0
+
+    def __init__(self, config: Qwen3MoeConfig, backend: AttentionBackend):
+        super().__init__()
+        self.config = config
+        H, I, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        self.self_attention = Qwen3MoeAttention(config, backend)
+        self.mlp_norm = declare((H,), Role.NORM)
+        self.mlp_gate_up = declare(
+            (2 * I, H), Role.MATRIX, std=std, parts=("mlp_gate_proj", "mlp_up_proj")
+        )
+        self.mlp_down_proj = declare((H, I), Role.MATRIX, std=std)
+
+    def attention(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, None]:
+        """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, no routing."""
+        residual = self.self_attention(hidden, batch)
+        return rms_norm(residual, self.mlp_norm, self.config.rms_norm_eps), residual, None
+
+    def experts(
+        self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
+    ) -> Tensor:
+        """The MLP: `[T, H]` -> `[T, H]`."""
+        gate_up = linear(tokens, self.mlp_gate_up, weight_grads=weight_grads)
+        return linear(swiglu(gate_up), self.mlp_down_proj, weight_grads=weight_grads)
+
+    def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
+        """MLP outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
+        return residual + combined
+
+
+class Qwen3MoeChunk(ModelChunk):
+    """Layers `layers` of the model, with the embedding if first and norm and head if last."""
+
+    def __init__(
+        self,
+        config: Qwen3MoeConfig,
+        layers: range,
+        *,
+        num_local_experts: int,
+        attention_backend: AttentionBackend,
+        is_first: bool,
+        is_last: bool,
+    ):
+        super().__init__(is_first=is_first, is_last=is_last)
+        self.config = config
+        V, H, std = config.vocab_size, config.hidden_size, config.initializer_range
+        if is_first:
+            self.embedding = declare((V, H), Role.EMBEDDING, std=std)
+        for layer in layers:
+            self.layers[str(layer)] = (
+                Qwen3MoeSparseLayer(config, num_local_experts, attention_backend)
+                if config.is_sparse(layer)
+                else Qwen3MoeDenseLayer(config, attention_backend)
+            )
+        if is_last:
+            self.final_norm = declare((H,), Role.NORM)
+            self.head = declare((V, H), Role.HEAD, std=std)
+
+    def embed(self, batch: Batch) -> Tensor:
+        """Token ids `[T]` -> hidden `[T, H]`."""
+        return F.embedding(batch.tokens, self.embedding)
+
+    def loss(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Sum of the token losses, a scalar in fp32 or wider."""
+        normed = rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
+        return linear_cross_entropy(normed, self.head, batch.targets, IGNORED_TARGET)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden `[T, H]` -> logits `[T, V]`."""
+        return linear(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps), self.head)
+
+
+def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
+    """Every canonical tensor of the whole model with its shape and Hugging Face keys, in order."""
+    V, H, D = config.vocab_size, config.hidden_size, config.head_dim
+    q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
+    E, I = config.num_experts, config.moe_intermediate_size
+    tensors = [CanonicalTensor("embedding", (V, H), ("model.embed_tokens.weight",))]
+    for layer in range(config.num_hidden_layers):
+        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        plain: list[tuple[str, tuple[int, ...], str]] = [
+            ("self_attention.norm", (H,), "input_layernorm"),
+            ("self_attention.q_proj", (q_width, H), "self_attn.q_proj"),
+            ("self_attention.k_proj", (kv_width, H), "self_attn.k_proj"),
+            ("self_attention.v_proj", (kv_width, H), "self_attn.v_proj"),
+            ("self_attention.q_norm", (D,), "self_attn.q_norm"),
+            ("self_attention.k_norm", (D,), "self_attn.k_norm"),
+            ("self_attention.o_proj", (H, q_width), "self_attn.o_proj"),
+            ("mlp_norm", (H,), "post_attention_layernorm"),
+        ]
+        if config.is_sparse(layer):
+            plain.append(("router", (E, H), "mlp.gate"))
+        else:
+            width = config.intermediate_size
+            plain.append(("mlp_gate_proj", (width, H), "mlp.gate_proj"))
+            plain.append(("mlp_up_proj", (width, H), "mlp.up_proj"))
+            plain.append(("mlp_down_proj", (H, width), "mlp.down_proj"))
+        tensors += [
+            CanonicalTensor(f"{ours}.{name}", shape, (f"{theirs}.{key}.weight",))
+            for name, shape, key in plain
+        ]
+        if config.is_sparse(layer):
+            shapes = {"gate_proj": (E, I, H), "up_proj": (E, I, H), "down_proj": (E, H, I)}
+            tensors += [
+                CanonicalTensor(
+                    f"{ours}.experts_{name}",
+                    shape,
+                    tuple(f"{theirs}.mlp.experts.{e}.{name}.weight" for e in range(E)),
+                    is_expert_stack=True,
+                )
+                for name, shape in shapes.items()
+            ]
+    tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
+    tensors.append(CanonicalTensor("head", (V, H), ("lm_head.weight",)))
+    return tuple(tensors)
+
+
+def qwen3_moe_layer_flops(config: Qwen3MoeConfig, layer: int, sequence_length: int) -> float:
+    """Forward operations of one layer per token; causal attention is counted by half."""
+    H, width = config.hidden_size, config.num_attention_heads * config.head_dim
+    kv_width = config.num_key_value_heads * config.head_dim
+    projections = 2 * H * (2 * width + 2 * kv_width)
+    scores_and_values = 2 * 2 * width * (sequence_length + 1) / 2
+    if config.is_sparse(layer):
+        experts = config.num_experts_per_tok * 6 * H * config.moe_intermediate_size
+        return projections + scores_and_values + experts + 2 * H * config.num_experts
+    return projections + scores_and_values + 6 * H * config.intermediate_size
+
+
+def _rope_theta(fields: dict, faults: list[str]) -> float:
+    """Find the rotary base in either spelling; append a fault for anything but plain RoPE."""
+    thetas = {fields["rope_theta"]} if fields.get("rope_theta") is not None else set()
+    for key in ("rope_parameters", "rope_scaling"):
+        nested = dict(fields.get(key) or {})
+        kind = nested.pop("rope_type", nested.pop("type", "default"))
+        nested.pop("type", None)
+        if nested.get("rope_theta") is not None:
+            thetas.add(nested.pop("rope_theta"))
+        if kind != "default":
+            faults.append(f"{key}.rope_type = {kind!r}: only 'default' is implemented")
+        elif nested:
+            faults.append(f"{key}: {sorted(nested)} have no meaning with rope_type 'default'")
+    if len(thetas) != 1:
+        faults.append(
+            f"rope_theta, rope_parameters.rope_theta: one value needed, found {sorted(thetas)}"
+        )
+    return next(iter(thetas), 0.0)
+
+
+_PLAIN_HF_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "rms_norm_eps",
+    "initializer_range",
+    "max_position_embeddings",
+)
+_POSITIVE = {
+    *_PLAIN_HF_FIELDS,
+    "num_experts",
+    "head_dim",
+} - {"norm_topk_prob", "rms_norm_eps", "initializer_range"}
+_FIXED_HF_FIELDS = {
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+}
+_RESPELLED_HF_FIELDS = (
+    "num_experts",
+    "num_local_experts",
+    "head_dim",
+    "mlp_only_layers",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+)
+# Without effect on the forward pass; `sliding_window` and `max_window_layers` only act together
+# with `use_sliding_window`, which must be false. `output_router_logits` and its coefficient say
+# how transformers' own training loss is made.
+_NEUTRAL_HF_FIELDS = (
+    "architectures",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "sliding_window",
+    "max_window_layers",
+    "output_router_logits",
+    "router_aux_loss_coef",
+)
