@@ -183,7 +183,7 @@ class ModelChunk(nn.Module):
         raise NotImplementedError
 
     def loss(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Last chunk: the sum of token losses, a scalar in fp32 or wider; full logits never exist."""
+        """Last chunk: the sum of token losses, in fp32 or wider; full logits never exist."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,239 @@
+"""Executes a schedule table: micro-batches through the two chunks of every rank, and back.
+
+A `Pipeline` holds this rank's chunks `pp.rank` and `2 * pp - 1 - pp.rank`. For each slot of the
+table's row it
+
+    1. starts one batched exchange: the sends of the previous slot and the receives of this one,
+    2. waits for the receives,
+    3. runs the action: the operations of overlap.py for a forward, a backward, or both,
+    4. passes the results on: to the other chunk when it is on this rank, else to the next exchange.
+
+Every rank reads the micro-batches itself; only `hidden` and its gradient travel, `[T, H]` in the
+compute dtype, one shape for the whole run, so nothing about shapes is exchanged.
+
+The trap: a batched exchange is a rendezvous. Its members are decided by the table alone, and
+`check_schedule` has proved that they meet; do not send or receive anything outside it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from pith_ops.device import accumulation_dtype
+from torch import Tensor
+
+from pith_engine.balance import BalanceConfig, max_load
+from pith_engine.contract import Batch, ModelChunk
+from pith_engine.mesh import Mesh
+from pith_engine.overlap import interleave
+from pith_engine.runtime import Exchange, all_reduce, exchange
+from pith_engine.schedule import (
+    Action,
+    ActionKind,
+    Slot,
+    Transfer,
+    TransferKind,
+    dualpipev,
+    forward_only,
+)
+from pith_engine.stages import ChunkPass, Streams, run_operations
+
+Parcel = tuple[TransferKind, int, int]
+"""What travels: kind, the chunk that consumes it, the micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLosses:
+    """What one step measured, summed over the whole mesh: the same numbers on every rank."""
+
+    loss: float
+    """Sum of token losses divided by the number of targets; 0 when there is no target."""
+    balance: float
+    """Balance loss before its coefficient, mean over layers: 1 is even; 0 without balancing."""
+    max_load: float
+    """Largest expert load over the mean load of its layer; 0 without MoE layers."""
+    num_targets: int
+    """Targets that were counted."""
+
+
+class Pipeline:
+    """Runs whole steps of a model over the pp axis.
+
+    Args:
+        chunks: this rank's two chunks, the lower one first.
+        mesh: its pp axis is the pipeline; the ep axis carries the experts' all-to-alls.
+        hidden_size: H.
+        dtype: compute dtype, that of `hidden`.
+        device: where `hidden` lives.
+        balance: the auxiliary loss.
+
+    Raises:
+        ValueError: not two chunks.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[ModelChunk],
+        mesh: Mesh,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        balance: BalanceConfig,
+    ):
+        if len(chunks) != 2:
+            raise ValueError(f"a rank holds 2 chunks (V-shaped placement), got {len(chunks)}")
+        self.mesh, self.balance = mesh, balance
+        self.chunks = {mesh.pp.rank: chunks[0], 2 * mesh.pp.size - 1 - mesh.pp.rank: chunks[1]}
+        self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
+        self.streams = Streams(device)
+
+    def train_step(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
+        """Forward and backward of this rank's micro-batches; gradients are added to `.grad`.
+
+        Args:
+            batches: at least `2 * pp` micro-batches of equal token count.
+            num_targets: non-ignored targets of the global batch; with 0 nothing is run.
+
+        Returns:
+            The step's losses over the whole mesh.
+
+        Raises:
+            ValueError: too few micro-batches.
+        """
+        table = dualpipev(self.mesh.pp.size, len(batches))
+        if num_targets == 0:
+            return StepLosses(loss=0.0, balance=0.0, max_load=0.0, num_targets=0)
+        dtype = accumulation_dtype(self.dtype)
+        scale = torch.tensor(1.0 / num_targets, dtype=dtype, device=self.device)
+        step = _Step(self, batches, scale)
+        step.run(table[self.mesh.pp.rank])
+        return step.losses(num_targets)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
+        """Forward only, keeping no activations; arguments and result as in `train_step`."""
+        table = forward_only(self.mesh.pp.size, len(batches))
+        step = _Step(self, batches, None)
+        step.run(table[self.mesh.pp.rank])
+        return step.losses(num_targets)
+
+
+class _Step:
+    """The state of one step: passes under way, tensors between chunks, sums of losses."""
+
+    def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], loss_scale: Tensor | None):
+        self.pipeline, self.batches, self.loss_scale = pipeline, batches, loss_scale
+        self.passes: dict[tuple[int, int], ChunkPass] = {}
+        self.parcels: dict[Parcel, Tensor] = {}
+        self.sums = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
+        self.expert_counts: dict[int, Tensor] = {}
+
+    def run(self, slots: Sequence[Slot]) -> None:
+        """Execute one rank's row of a table."""
+        sends: tuple[Transfer, ...] = ()
+        started: list[Exchange] = []
+        for slot in slots:
+            started.append(self._exchange(sends, slot.receives))
+            self._act(slot.action)
+            sends = slot.sends
+        started.append(self._exchange(sends, ()))
+        for one in started:
+            one.wait_sends()
+        assert not self.passes and not self.parcels, "the table left work behind"
+
+    def losses(self, num_targets: int) -> StepLosses:
+        """Sum over the mesh: the same numbers on every rank."""
+        mesh = self.pipeline.mesh
+        counts = [self.expert_counts[chunk] for chunk in sorted(self.expert_counts)]
+        num_moe_layers = sum(len(count) for count in counts) / mesh.data.size
+        sums = torch.cat([self.sums, self.sums.new_tensor([num_moe_layers])])
+        all_reduce(sums, mesh.world)
+        loss, balance, layers = sums.tolist()
+        width = max((count.shape[1] for count in counts), default=1)
+        empty = torch.zeros(0, width, dtype=torch.int64, device=self.pipeline.device)
+        return StepLosses(
+            loss=loss / max(num_targets, 1),
+            balance=balance / max(num_targets * layers, 1),
+            max_load=max_load(torch.cat([*counts, empty]), mesh),
+            num_targets=num_targets,
+        )
+
+    def _exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Exchange:
+        """Start one batched exchange and wait for what it brings."""
+        arriving = [(self._empty_hidden(transfer), transfer.peer) for transfer in receives]
+        started = exchange(
+            [(self.parcels.pop(_parcel(t)).contiguous(), t.peer) for t in sends],
+            arriving,
+            self.pipeline.mesh.pp,
+        )
+        started.wait_receives()
+        for transfer, (tensor, _) in zip(receives, arriving, strict=True):
+            self.parcels[_parcel(transfer)] = tensor
+        return started
+
+    def _act(self, action: Action) -> None:
+        this = (action.chunk, action.micro_batch)
+        match action.kind:
+            case ActionKind.FORWARD:
+                self._compute(self._open(this), None)
+            case ActionKind.BACKWARD:
+                self._compute(None, self.passes.pop(this))
+            case ActionKind.BACKWARD_INPUT:
+                self._compute(None, self.passes[this], defer_weights=True)
+            case ActionKind.WEIGHT:
+                self.passes.pop(this).run_weight_grads()
+            case ActionKind.OVERLAP:
+                there = self.passes.pop((action.backward_chunk, action.backward_micro_batch))
+                self._compute(self._open(this), there)
+
+    def _open(self, place: tuple[int, int]) -> ChunkPass:
+        chunk, micro_batch = place
+        opened = ChunkPass(
+            self.pipeline.chunks[chunk],
+            self.batches[micro_batch],
+            self.pipeline.mesh,
+            place=place,
+            hidden=self.parcels.pop((TransferKind.HIDDEN, *place)) if chunk > 0 else None,
+            balance=self.pipeline.balance,
+            loss_scale=self.loss_scale,
+        )
+        if self.loss_scale is not None:
+            self.passes[place] = opened
+        return opened
+
+    def _compute(
+        self, forward: ChunkPass | None, backward: ChunkPass | None, *, defer_weights: bool = False
+    ) -> None:
+        if backward is not None and not backward.chunk.is_last:
+            backward.output_grad = self.parcels.pop((TransferKind.GRADIENT, *backward.place))
+        operations = interleave(
+            None if forward is None else len(forward.layers),
+            None if backward is None else len(backward.layers),
+            defer_weights=defer_weights,
+        )
+        run_operations(operations, forward, backward, self.pipeline.streams)
+        if forward is not None:
+            self._take_forward(forward)
+        if backward is not None and backward.input_grad is not None:
+            chunk, micro_batch = backward.place
+            self.parcels[TransferKind.GRADIENT, chunk - 1, micro_batch] = backward.input_grad
+
+    def _take_forward(self, forward: ChunkPass) -> None:
+        chunk, micro_batch = forward.place
+        if forward.output is not None:
+            self.parcels[TransferKind.HIDDEN, chunk + 1, micro_batch] = forward.output
+        self.sums += torch.stack([forward.loss_sum, forward.balance_sum])
+        if forward.expert_counts:
+            counts = torch.stack(forward.expert_counts)
+            so_far = self.expert_counts.get(chunk)
+            self.expert_counts[chunk] = counts if so_far is None else so_far + counts
+
+    def _empty_hidden(self, transfer: Transfer) -> Tensor:
+        num_tokens = self.batches[transfer.micro_batch].tokens.numel()
+        size = (num_tokens, self.pipeline.hidden_size)
+        return torch.empty(size, dtype=self.pipeline.dtype, device=self.pipeline.device)
+
+
+def _parcel(transfer: Transfer) -> Parcel:
+    return transfer.kind, transfer.chunk, transfer.micro_batch
