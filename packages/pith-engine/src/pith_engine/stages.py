@@ -169,12 +169,12 @@ class ChunkPass:
         if route is None:
             leaf = self._leaf(received[0])
             root = layer.experts(leaf, None, self.weight_grads)
-            self.expert_calls[index] = ExpertCall(leaf=leaf, root=root, arrival=None)
+            self._keep_call(index, ExpertCall(leaf=leaf, root=root, arrival=None))
             return (root.detach(),)
         arrival = open_metadata(received[1], route)
         leaf = self._leaf(sort_rows(received[0], arrival))
         root = layer.experts(leaf, arrival.plan.groups, self.weight_grads)
-        self.expert_calls[index] = ExpertCall(leaf=leaf, root=root, arrival=arrival)
+        self._keep_call(index, ExpertCall(leaf=leaf, root=root, arrival=arrival))
         return (weigh_outputs(root, arrival),)
 
     def forward_combine(self, index: int, partial_sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -231,10 +231,16 @@ class ChunkPass:
     def _leaf(self, tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(self.loss_scale is not None)
 
+    def _keep_call(self, index: int, call: ExpertCall) -> None:
+        if self.loss_scale is not None:
+            self.expert_calls[index] = call
+
     def _segment_leaves(self, index: int, arrived: tuple[Tensor, ...]) -> list[Tensor]:
         if index == 0:
             return [] if self.hidden is None else [self._leaf(self.hidden)]
         below = self.segments[index - 1]
+        if self.loss_scale is None:
+            del self.segments[index - 1]
         combined = arrived[0] if below.route is None else merge_returned(arrived[0], below.route)
         return [self._leaf(combined), self._leaf(below.roots[1])]
 
