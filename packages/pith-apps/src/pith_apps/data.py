@@ -1,0 +1,224 @@
+"""Which tokens a micro-batch holds: a pure function of (seed, epoch, sample index).
+
+Sample i of a corpus of N tokens with sequence length S is `tokens[i * S : i * S + S + 1]`: inputs
+are its first S ids, targets its last S. Consecutive samples share one id, so every token but the
+first is a target exactly once an epoch; the tail that fills no whole sample (fewer than S + 1 ids)
+is dropped.
+
+    sample number g of a run      = (step - 1) * B + m * b + j          (steps count from 1)
+    its epoch and place           = divmod(g, number of samples)
+    the sample read at that place = permutation(place; seed, epoch)
+
+with B samples in a step over all ranks, in M = B / b micro-batches of b. The rank appears nowhere
+in this: batch rank d of n merely runs micro-batches `d * M / n .. (d + 1) * M / n - 1`, so another
+mesh sees the same samples in the same step. Ranks of one pipeline have the same batch rank and read
+the same data.
+
+The permutation is a Feistel network over the smallest even number of bits that covers the epoch,
+applied again while the result falls outside it (cycle walking; Black and Rogaway, CT-RSA 2002): it
+needs no index file, no memory, and any place of any epoch costs microseconds.
+
+Held-out data is read in order; ranks that run out of samples get padding whose targets are all
+ignored, so that all ranks make the same number of calls.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from pith_engine.contract import IGNORED_TARGET, Batch
+from pith_engine.mesh import Mesh
+from torch import Tensor
+
+NUM_ROUNDS = 6
+
+
+class TrainingData:
+    """The micro-batches of every step of a run, for one rank.
+
+    The step after the one asked for is read by a background thread meanwhile; batches go to a GPU
+    through pinned memory.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        mesh: Mesh,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        micro_batch_size: int,
+        seed: int,
+        vocab_size: int,
+        device: torch.device,
+    ):
+        """Describe the run's data.
+
+        Args:
+            tokens: `[N]` ids, of any integer dtype; a corpus's memory map.
+            mesh: says which micro-batches are this rank's.
+            sequence_length: tokens of a sample.
+            batch_size: samples of a step, over all ranks.
+            micro_batch_size: samples of a micro-batch.
+            seed: of the order.
+            vocab_size: ids at or above it are refused when they are read.
+            device: where the batches are put.
+
+        Raises:
+            ValueError: `batch_size` does not divide over the batch ranks' micro-batches, or the
+                corpus has fewer samples than one step.
+        """
+        self.tokens, self.device, self.seed = tokens, device, seed
+        self.sequence_length, self.vocab_size = sequence_length, vocab_size
+        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
+        self.num_samples = num_samples(len(tokens), sequence_length)
+        self.local_micro_batches = _local_range(mesh, batch_size, micro_batch_size)
+        if self.num_samples < batch_size:
+            raise ValueError(too_few_samples(len(tokens), sequence_length, batch_size))
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="training-data")
+        self._ahead: tuple[int, Future[Tensor]] | None = None
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of a step (counted from 1), in order.
+
+        Raises:
+            ValueError: the corpus holds an id outside the vocabulary.
+        """
+        ahead, self._ahead = self._ahead, None
+        rows = ahead[1].result() if ahead and ahead[0] == step else self._read(step)
+        self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
+        if self.device.type == "cuda":
+            # Here and not in the reader: its thread would open a context on GPU 0 in every rank.
+            rows = rows.pin_memory()
+        return _batches_of(rows.to(self.device, non_blocking=True))
+
+    def samples(self, step: int, micro_batch: int) -> list[int]:
+        """The samples in micro-batch `micro_batch` (over all ranks) of a step."""
+        first = (step - 1) * self.batch_size + micro_batch * self.micro_batch_size
+        places = [divmod(first + j, self.num_samples) for j in range(self.micro_batch_size)]
+        return [permuted(place, self.num_samples, self.seed, epoch) for epoch, place in places]
+
+    def epochs(self, num_steps: int) -> float:
+        """How many times `num_steps` steps read the corpus."""
+        return num_steps * self.batch_size / self.num_samples
+
+    def _read(self, step: int) -> Tensor:
+        samples = [self.samples(step, m) for m in self.local_micro_batches]
+        return _read_rows(self.tokens, samples, self.sequence_length, self.vocab_size)
+
+
+def held_out_batches(
+    tokens: np.ndarray,
+    mesh: Mesh,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    micro_batch_size: int,
+    vocab_size: int,
+    device: torch.device,
+    max_samples: int | None = None,
+) -> Iterator[list[Batch]]:
+    """Yield this rank's micro-batches of the held-out data, call by call.
+
+    Every list has as many micro-batches as a training step of `batch_size` samples, on every rank.
+    The last sample may be short: its missing targets and whole missing samples are ignored targets,
+    so without `max_samples` every token but the first is counted exactly once. With it, that many
+    samples spread evenly over the data are read.
+
+    Raises:
+        ValueError: `batch_size` does not divide over the batch ranks' micro-batches, there are
+            fewer than two tokens, or an id lies outside the vocabulary.
+    """
+    total = -(-(len(tokens) - 1) // sequence_length)
+    if total < 1:
+        raise ValueError(f"held-out data of {len(tokens)} token(s) has no target; give more text")
+    micro_batches = _local_range(mesh, batch_size, micro_batch_size)
+    count = min(total, max_samples or total)
+    chosen = [place * total // count for place in range(count)]
+    for first in range(0, count, batch_size):
+        samples = chosen[first : first + batch_size] + [total] * (first + batch_size - count)
+        local = [samples[m * micro_batch_size : (m + 1) * micro_batch_size] for m in micro_batches]
+        yield _batches_of(_read_rows(tokens, local, sequence_length, vocab_size).to(device))
+
+
+def too_few_samples(num_tokens: int, sequence_length: int, batch_size: int) -> str:
+    """The sentence that refuses a corpus smaller than one step."""
+    return (
+        f"the corpus of {num_tokens} tokens has {num_samples(num_tokens, sequence_length)} "
+        f"samples of sequence length {sequence_length}, fewer than the batch of {batch_size}: "
+        "give more text, or a smaller batch or sequence length"
+    )
+
+
+def num_samples(num_tokens: int, sequence_length: int) -> int:
+    """Whole samples in `num_tokens` tokens: each target once, the tail dropped."""
+    return max(0, (num_tokens - 1) // sequence_length)
+
+
+def permuted(place: int, size: int, seed: int, epoch: int) -> int:
+    """Where `place` goes in the permutation of `range(size)` that belongs to (seed, epoch).
+
+    Two halves (left, right) of h bits, `4**h >= size`; a round maps them to
+    `(right, left xor F_k(right))`, which can be undone whatever F is, so the network is a
+    permutation of `4**h` values and walking along its cycles one of `range(size)`.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    key = f"{seed}/{epoch}".encode()
+    digest = hashlib.blake2b(key, digest_size=8 * NUM_ROUNDS).digest()
+    keys = [int.from_bytes(digest[8 * k : 8 * k + 8], "little") for k in range(NUM_ROUNDS)]
+    while True:
+        left, right = place >> half, place & mask
+        for round_key in keys:
+            left, right = right, left ^ (_mix(right, round_key) & mask)
+        place = left << half | right
+        if place < size:
+            return place
+
+
+def _mix(value: int, key: int) -> int:
+    """The finalizer of splitmix64 (Steele, Lea, Flood, OOPSLA 2014) on `value + key`."""
+    value = (value + key) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return value ^ value >> 31
+
+
+def _local_range(mesh: Mesh, batch_size: int, micro_batch_size: int) -> range:
+    per_round = micro_batch_size * mesh.num_batch_ranks
+    if batch_size % per_round:
+        raise ValueError(
+            f"batch {batch_size} is not a multiple of micro-batch {micro_batch_size} x "
+            f"{mesh.num_batch_ranks} batch ranks (dp x ep) = {per_round}"
+        )
+    per_rank = batch_size // per_round
+    return range(mesh.batch_rank * per_rank, (mesh.batch_rank + 1) * per_rank)
+
+
+def _read_rows(
+    tokens: np.ndarray, samples: list[list[int]], sequence_length: int, vocab_size: int
+) -> Tensor:
+    """`[m, b, S + 1]` int64 ids of m micro-batches; `IGNORED_TARGET` where the data has ended."""
+    shape = (len(samples), len(samples[0]), sequence_length + 1)
+    rows = np.full(shape, IGNORED_TARGET, dtype=np.int64)
+    for m, micro_batch in enumerate(samples):
+        for j, index in enumerate(micro_batch):
+            ids = tokens[index * sequence_length : (index + 1) * sequence_length + 1]
+            rows[m, j, : len(ids)] = ids
+    if rows.max() >= vocab_size:
+        raise ValueError(f"the data holds id {rows.max()}, outside vocab_size {vocab_size}")
+    return torch.from_numpy(rows)
+
+
+def _batches_of(rows: Tensor) -> list[Batch]:
+    """`[m, b, S + 1]` int64 on the device -> m micro-batches."""
+    num, size, length = rows.shape[0], rows.shape[1], rows.shape[2] - 1
+    tokens = rows[:, :, :-1].clamp(min=0).reshape(num, -1)
+    targets = rows[:, :, 1:].reshape(num, -1)
+    positions = torch.arange(length, device=rows.device).repeat(size)
+    return [
+        Batch(tokens=tokens[m], targets=targets[m], positions=positions, sequence_length=length)
+        for m in range(num)
+    ]
