@@ -1,0 +1,77 @@
+"""Facts about the machine an operator runs on: asked once, cached, never asked at import.
+
+Everything here is a question with a plain answer; nothing chooses for the caller. An operator that
+has several backends keeps a table of facts in its own file, one row per (backend, device column),
+and the `match` that calls a backend stands beside that table. The columns are:
+
+    CPU      torch's CPU kernels
+    SM_90    NVIDIA Hopper (compute capability 9.x)
+    SM_100   NVIDIA Blackwell data-center parts (compute capability 10.x)
+
+A device without a column (an older GPU, a consumer Blackwell, MPS) runs the plain torch references
+only. The trap: a GPU's peak is that of its bf16 tensor cores without sparsity. Vendors like to
+print the sparse figure, which is twice as large and which no training run can reach.
+"""
+
+from enum import Enum
+from functools import cache
+
+import torch
+
+
+class DeviceColumn(Enum):
+    """Kinds of device that capability tables distinguish."""
+
+    CPU = "cpu"
+    SM_90 = "sm_90"
+    SM_100 = "sm_100"
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of sums, norms, softmax and losses over `dtype`: fp32, float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@cache
+def device_capability(index: int | None = None) -> tuple[int, int] | None:
+    """Compute capability (major, minor) of a CUDA device, None where there is no CUDA device.
+
+    Args:
+        index: which CUDA device; None for the current one.
+    """
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
+
+
+def device_column(device: torch.device) -> DeviceColumn | None:
+    """Which column of a capability table `device` belongs to, None for a device without one."""
+    if device.type == "cpu":
+        return DeviceColumn.CPU
+    capability = device_capability(device.index) if device.type == "cuda" else None
+    match capability:
+        case (9, _):
+            return DeviceColumn.SM_90
+        case (10, _):
+            return DeviceColumn.SM_100
+        case _:
+            return None
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 tensor-core peak of `device` in FLOP/s, None where it is not known (CPUs too)."""
+    return _peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def _peak_of(name: str) -> float | None:
+    # Vendor data sheets, dense. The first name contained in the device's name counts, so a variant
+    # stands before the plain part ("H100 PCIe" before "H100").
+    sheet = (
+        ("H100 PCIe", 756e12),
+        ("H100 NVL", 835e12),
+        ("H100", 989e12),
+        ("H200", 989e12),
+        ("GH200", 989e12),
+        ("GB200", 2500e12),
+        ("B200", 2250e12),
+        ("A100", 312e12),
+    )
+    return next((peak for part, peak in sheet if part in name), None)

@@ -1,0 +1,71 @@
+"""Dense linear layer whose weight gradient can be left for later.
+
+    y = x W^T + b        dx = dy W        dW = dy^T x        db = sum over rows of dy
+
+Without a queue this is torch's own linear. With one, the backward returns `dx` and `db` and pushes
+the facts of `dW` to the queue (`weight_grad.py` says why and what it costs): a pipeline schedule
+then runs these GEMMs where the device would idle.
+
+The trap: with a queue autograd reports no gradient for the weight, not even zeros. The weight must
+be the leaf itself: a computed weight (a cast, a slice) could not receive what comes later and is
+refused.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear as torch_linear
+
+from pith_ops.weight_grad import WeightGradEntry, WeightGradKind, WeightGradQueue
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    weight_grads: WeightGradQueue | None = None,
+) -> Tensor:
+    """`x [..., in]` times `weight [out, in]` transposed, plus `bias [out]`: `[..., out]`.
+
+    Args:
+        x: any leading dims.
+        weight: same dtype as `x`; a leaf if its gradient is deferred.
+        bias: added to every row, None for none; its gradient is never deferred.
+        weight_grads: queue that takes the weight gradient; None computes it in the backward.
+
+    Raises:
+        ValueError: deferring the gradient of a weight that is not a leaf.
+    """
+    if weight_grads is None or not (weight.requires_grad and torch.is_grad_enabled()):
+        return torch_linear(x, weight, bias)
+    if not weight.is_leaf:
+        raise ValueError(
+            f"linear: the weight {list(weight.shape)} is computed from another tensor, so its "
+            "gradient cannot be deferred; pass the parameter itself or weight_grads=None"
+        )
+    return _DeferredLinear.apply(x, weight, bias, weight_grads)
+
+
+class _DeferredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradQueue
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.queue = queue
+        return torch_linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.queue.push(
+            WeightGradEntry(
+                kind=WeightGradKind.DENSE, weight=weight, input=x.detach(), grad_output=grad
+            )
+        )
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_bias, None

@@ -1,0 +1,73 @@
+"""Root-mean-square norm (Zhang & Sennrich 2019, arXiv 1910.07467) with Hugging Face's rounding.
+
+    rstd = 1 / sqrt(mean(x^2) + eps)      y = weight * (x * rstd)      over the last dim, size H
+
+Squares, mean and `x * rstd` are in the accumulation dtype (fp32; float64 for float64); the
+normalised value is rounded to x's dtype *before* it meets the weight. That is what Hugging Face's
+Llama and Qwen3 do and what their released weights were tuned with. `torch.nn.functional.rms_norm`
+multiplies first and rounds once: in bf16 about a third of its outputs differ from theirs in the
+last bit. This is the trap, and the reason why torch's own operator is not used.
+
+One autograd function, because plain autograd would keep three tensors of x's shape, two of them in
+fp32, from forward to backward. Kept here: x, the weight and rstd (one number per row). With
+`n = x * rstd` and `g = weight * dy`:
+
+    dx = rstd * (g - n * mean(g * n))        d_weight = sum over rows of dy * n
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pith_ops.device import accumulation_dtype
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dim of `x [..., H]` and scale it by `weight [H]`; x's shape and dtype.
+
+    Raises:
+        ValueError: `weight` is not `[H]`.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm: weight has shape {list(weight.shape)}; "
+            f"it must be {[x.shape[-1]]}, the last dim of x"
+        )
+    return _RmsNorm.apply(x, weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same by plain autograd; forward values are bit-equal."""
+    return _normalise(x, weight, eps)[0]
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.to(accumulation_dtype(x.dtype))
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight * (wide * rstd).to(x.dtype)).to(x.dtype), rstd
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, rstd = _normalise(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, rstd = ctx.saved_tensors
+        grad_x = grad_weight = None
+        normalised = x.to(rstd.dtype) * rstd
+        wide_grad = grad.to(rstd.dtype)
+        if ctx.needs_input_grad[1]:
+            rows = (wide_grad * normalised.to(x.dtype)).flatten(0, -2)
+            grad_weight = rows.sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            scaled = wide_grad * weight
+            mean = (scaled * normalised).mean(-1, keepdim=True)
+            grad_x = ((scaled - normalised * mean) * rstd).to(x.dtype)
+        return grad_x, grad_weight, None
