@@ -1,0 +1,223 @@
+"""Proofs about a schedule table, and the replay of its exchanges.
+
+`check_schedule` accepts a table or says what is wrong with it, whoever made the table. `meetings`
+replays its exchanges under the strictest semantics any backend has: a batched exchange is a meeting
+of its partners. Both read a table as plain facts and run in milliseconds without a device.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from pith_engine.schedule import (
+    ActionKind,
+    Output,
+    ScheduleTable,
+    Slot,
+    chunk_rank,
+    made_output,
+    needed_output,
+    output_source,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """One batched exchange of a rank, and the exchanges of other ranks it must meet."""
+
+    rank: int
+    """The rank that issues it."""
+    position: int
+    """The slot before whose action it is issued; the number of slots for the one at the end."""
+    partners: tuple[tuple[int, int], ...]
+    """(rank, position) of every exchange that holds the other end of one of its transfers."""
+
+
+def check_schedule(
+    table: ScheduleTable, num_micro_batches: int, *, has_backward: bool = True
+) -> None:
+    """Prove that a table computes everything once, in order, without deadlock, in bounded memory.
+
+    Args:
+        table: the table, whoever made it.
+        num_micro_batches: micro-batches that every chunk must run.
+        has_backward: False for a table of forwards alone; then no activation is counted.
+
+    Raises:
+        ValueError: a forward or backward is missing, repeated, foreign or out of order; a deferred
+            weight gradient is not run exactly once, after its backward and in that order; an output
+            is not sent and received once, in time, to the rank that needs it; transfers between two
+            ranks differ in order; exchanges deadlock; or a rank holds more than `2 * pp + 1`
+            activations (chunk-micro-batches) at once.
+    """
+    pp = len(table)
+    for rank, row in enumerate(table):
+        _check_compute(rank, row, pp, num_micro_batches, has_backward)
+        _check_local_order(rank, row, pp)
+    for rank, row in enumerate(table):
+        _check_transfers(rank, row, pp)
+    meetings(table)
+    if has_backward:
+        for rank, row in enumerate(table):
+            if (live := peak_live(row)) > 2 * pp + 1:
+                raise ValueError(f"rank {rank} holds {live} activations, at most {2 * pp + 1} fit")
+
+
+def peak_live(row: tuple[Slot, ...]) -> int:
+    """Most activations (chunk-micro-batches) a rank holds at once.
+
+    One lives from its forward to its BACKWARD, or to the WEIGHT that follows its BACKWARD_INPUT.
+    During an OVERLAP both the new and the old one live.
+    """
+    live = peak = 0
+    for slot in row:
+        kinds = [part.kind for part in slot.action.parts]
+        live += kinds.count(ActionKind.FORWARD)
+        peak = max(peak, live)
+        live -= kinds.count(ActionKind.BACKWARD) + kinds.count(ActionKind.WEIGHT)
+    return peak
+
+
+def meetings(table: ScheduleTable) -> tuple[Meeting, ...]:
+    """Replay the exchanges of a table; the strictest semantics any backend has.
+
+    An exchange starts when the rank's previous exchange and previous action are over, and is over
+    when all its partners have started. Transfers between two ranks match in order.
+
+    Returns:
+        Every exchange of every rank, in an order in which they can complete.
+
+    Raises:
+        ValueError: a send and a receive do not match, or some exchanges wait for each other.
+    """
+    partners = _partners(table)
+    started = dict.fromkeys(range(len(table)), 0)  # the exchange that each rank has reached
+    order: list[Meeting] = []
+    progress = True
+    while progress:
+        progress = False
+        for rank, row in enumerate(table):
+            while started[rank] <= len(row):
+                position = started[rank]
+                others = partners[rank][position]
+                if any(started[other] < place for other, place in others):
+                    break
+                order.append(Meeting(rank=rank, position=position, partners=tuple(others)))
+                started[rank] += 1
+                progress = True
+    stuck = [
+        f"rank {rank} before slot {position} waits for {partners[rank][position]}"
+        for rank, position in started.items()
+        if position <= len(table[rank])
+    ]
+    if stuck:
+        raise ValueError("deadlock, (rank, slot): " + "; ".join(stuck))
+    return tuple(order)
+
+
+def _check_compute(
+    rank: int, row: tuple[Slot, ...], pp: int, num_micro_batches: int, has_backward: bool
+) -> None:
+    """Each chunk runs each micro-batch once, ascending; weights follow their inputs in order."""
+    forwards: list[tuple[int, int]] = []
+    backwards: list[tuple[int, int]] = []
+    deferred: deque[tuple[int, int]] = deque()
+    for part in (part for slot in row for part in slot.action.parts):
+        work = (part.chunk, part.micro_batch)
+        match part.kind:
+            case ActionKind.FORWARD:
+                forwards.append(work)
+            case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
+                if work not in forwards:
+                    raise ValueError(f"rank {rank}: backward of {work} before its forward")
+                backwards.append(work)
+                if part.kind is ActionKind.BACKWARD_INPUT:
+                    deferred.append(work)
+            case _:
+                if not deferred or deferred.popleft() != work:
+                    raise ValueError(
+                        f"rank {rank}: weight of {work} is not the oldest deferred one; weights "
+                        "run once, in the order of their backward inputs"
+                    )
+    if deferred:
+        raise ValueError(f"rank {rank}: deferred weights of {list(deferred)} are never run")
+    for what, done, wanted in (
+        ("forward", forwards, num_micro_batches),
+        ("backward", backwards, num_micro_batches if has_backward else 0),
+    ):
+        for chunk in sorted({rank, 2 * pp - 1 - rank, *(c for c, _ in done)}):
+            is_local = chunk_rank(chunk, pp) == rank
+            got = [micro_batch for c, micro_batch in done if c == chunk]
+            if got != list(range(wanted if is_local else 0)):
+                raise ValueError(
+                    f"rank {rank}: chunk {chunk} runs {what} of micro-batches {got}; expected is "
+                    f"each of {range(wanted if is_local else 0)} once, ascending"
+                )
+
+
+def _check_local_order(rank: int, row: tuple[Slot, ...], pp: int) -> None:
+    """At the turn of the V, a rank has made what it hands itself before it uses it."""
+    made: set[Output] = set()
+    for k, slot in enumerate(row):
+        for part in slot.action.parts:
+            need = needed_output(part, pp)
+            if need and output_source(need, pp) == rank and need not in made:
+                raise ValueError(f"rank {rank}, slot {k}: {part} runs before its local input")
+        made.update(o for part in slot.action.parts if (o := made_output(part, pp)))
+
+
+def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
+    """Inputs are received before their use, outputs are sent once made, each exactly once."""
+    received: dict[Output, int] = {}
+    made: set[Output] = set()
+    sent: set[Output] = set()
+    used: set[Output] = set()
+    for k, slot in enumerate(row):
+        where = f"rank {rank}, slot {k}"
+        for t in slot.receives:
+            output = (t.kind, t.chunk, t.micro_batch)
+            if output in received or output_source(output, pp) != t.peer or t.peer == rank:
+                raise ValueError(f"{where}: {t} is received twice, or not from the rank it is on")
+            received[output] = k
+        for part in slot.action.parts:
+            need = needed_output(part, pp)
+            if need and output_source(need, pp) != rank:
+                used.add(need)
+                if need not in received:
+                    raise ValueError(f"{where}: {part} runs before its input is received")
+        made.update(o for part in slot.action.parts if (o := made_output(part, pp)))
+        for t in slot.sends:
+            output = (t.kind, t.chunk, t.micro_batch)
+            is_right_peer = chunk_rank(t.chunk, pp) == t.peer != rank
+            if output not in made or output in sent or not is_right_peer:
+                raise ValueError(f"{where}: {t} is sent twice, unmade or to the wrong rank")
+            sent.add(output)
+    unsent = {o for o in made if chunk_rank(o[1], pp) != rank} - sent
+    if unsent or set(received) != used:
+        raise ValueError(f"rank {rank}: never sent {unsent}, never used {set(received) - used}")
+
+
+def _partners(table: ScheduleTable) -> list[list[list[tuple[int, int]]]]:
+    """For each rank and exchange, the exchanges at the other end of its transfers."""
+    sent: dict[tuple[int, int], list[tuple[int, Output]]] = {}
+    received: dict[tuple[int, int], list[tuple[int, Output]]] = {}
+    for rank, row in enumerate(table):
+        for k, slot in enumerate(row):
+            for t in slot.sends:
+                fact = (k + 1, (t.kind, t.chunk, t.micro_batch))
+                sent.setdefault((rank, t.peer), []).append(fact)
+            for t in slot.receives:
+                fact = (k, (t.kind, t.chunk, t.micro_batch))
+                received.setdefault((t.peer, rank), []).append(fact)
+    partners: list[list[list[tuple[int, int]]]] = [[[] for _ in range(len(r) + 1)] for r in table]
+    for source, target in sorted({*sent, *received}):
+        out, into = sent.get((source, target), []), received.get((source, target), [])
+        for send, receive in zip_longest(out, into):
+            if send is None or receive is None or send[1] != receive[1]:
+                raise ValueError(
+                    f"transfers from rank {source} to rank {target} do not match in order: "
+                    f"(exchange, what) {send} is sent where {receive} is received"
+                )
+            partners[source][send[0]].append((target, receive[0]))
+            partners[target][receive[0]].append((source, send[0]))
+    return partners
