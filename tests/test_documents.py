@@ -256,3 +256,10 @@ def test_examples_run(where: str, code: str, tmp_path: Path):
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, f"{where}\n{done.stderr[-4_000:]}"
+
+
+def test_architecture_is_not_stale():
+    done = subprocess.run(
+        [sys.executable, "tests/architecture.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"run python tests/architecture.py --write\n{done.stdout}"

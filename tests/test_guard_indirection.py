@@ -46,6 +46,9 @@ ALLOWED_LOOKUPS = {
 }
 """(module, function) -> why it may."""
 
+FILE_CONTENTS = {"CorpusMeta"}
+"""Dataclasses that mirror a file, written and read back whole: no options."""
+
 PLAIN_OPERATORS = {"linear": "without a queue it is torch's own linear"}
 """Public functions with a fused path that need no reference of ours -> why."""
 
@@ -170,7 +173,7 @@ def test_tests_import_no_private_names():
         for node in ast.walk(source.tree):
             match node:
                 case ast.Attribute(value=ast.Name(id=root), attr=attr) if root in roots:
-                    if re.match(r"_[a-z]", attr):
+                    if re.match(r"_[a-z]", attr) and attr != "_exit":  # os._exit is documented
                         found.append(f"{source.name}:{node.lineno} reads {root}.{attr}")
     assert not found, "\n".join(found)
 
@@ -320,7 +323,7 @@ def test_every_option_is_read():
         for node in ast.walk(source.tree)
         if isinstance(node, ast.ClassDef) and dataclass_decorator(node)
         for name in field_docstrings(node)
-        if name not in read
+        if name not in read and node.name not in FILE_CONTENTS
     ]
     assert not unread, "\n".join(unread)
 

@@ -132,6 +132,22 @@ def test_sibling_version_ranges_match_the_tree():
         assert not missing, f"{name} imports {missing} and does not depend on them"
 
 
+def test_lock_file_knows_every_requirement():
+    """Read without asking an index: what the lock recorded equals what the files ask for."""
+    locked = {p["name"]: p for p in tomllib.loads((ROOT / "uv.lock").read_text())["package"]}
+    for package in PACKAGES:
+        file = tomllib.loads((distribution_folder(package) / "pyproject.toml").read_text())
+        asked = [Requirement(text) for text in file["project"]["dependencies"]]
+        for extra in file["project"].get("optional-dependencies", {}).values():
+            asked += [Requirement(text) for text in extra]
+        recorded = locked[file["project"]["name"]]["metadata"]["requires-dist"]
+        siblings = {entry["name"] for entry in recorded if "editable" in entry}
+        external = {(r.name, str(r.specifier)) for r in asked if r.name not in siblings}
+        known = {(e["name"], e["specifier"]) for e in recorded if "specifier" in e}
+        assert external == known, f"{package}: run `uv lock`"
+        assert siblings <= {r.name for r in asked}
+
+
 def test_changelogs_name_the_version():
     for package in PACKAGES:
         folder = distribution_folder(package)
