@@ -3,7 +3,8 @@
 Words: R ranks share E experts, `E_local = E / R` each, in order. T tokens of this rank choose K
 experts each (`ids [T, K]`, -1 is "sent nowhere"). The way of one micro-batch:
 
-    sender    plan_dispatch     a token goes once to every rank holding one of its experts (N rows)
+    sender    count_dispatch    rows and pairs for every rank: the first, small all-to-all
+              plan_dispatch     a token goes once to every rank holding one of its experts (N rows)
               send_weights      the routing weights travel beside it
     receiver  plan_experts      M rows received -> P (row, expert) pairs sorted by expert
               gather_rows       [M, H] -> [P, H], then the experts run on [P, H]
@@ -21,8 +22,8 @@ Numbers: every sum runs in the accumulation dtype (fp32 or wider) in a fixed ord
 ascending within a rank and ranks ascending at home, and is rounded once. No atomics: two runs agree
 bit for bit.
 
-Host waits: none, if `plan_dispatch` is told `num_rows`. Sizes that depend on the data come from the
-counts that the counts' all-to-all brings to the host anyway (`count_dispatch`).
+Host waits: none here. Sizes that depend on the data (N, the pairs of each expert) are arguments:
+the caller has them from the all-to-all of the counts (`count_dispatch`), which it reads anyway.
 
 The trap: "absent" is index -1, and index -1 is a valid Python index. Absent rows are masked by
 `where`/`masked_fill`, never multiplied by 0, because 0 times an uninitialised NaN is NaN.
@@ -46,8 +47,6 @@ class DispatchPlan:
     """`[N]` int32, token of each row."""
     send_ids: Tensor
     """`[N, K]` int32, expert ids local to the destination, -1 for slots held elsewhere."""
-    send_counts: Tensor
-    """`[R, 1 + E_local]` int64: rows to each rank, then pairs for each of its experts."""
     token_rows: Tensor
     """`[T, R]` int32, row of token t for rank r, -1 if it is not sent there."""
 
@@ -82,17 +81,14 @@ def count_dispatch(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     return torch.cat([rows[:, None], pairs[:num_experts].view(num_ranks, -1)], 1)
 
 
-def plan_dispatch(
-    ids: Tensor, num_experts: int, num_ranks: int, num_rows: int | None = None
-) -> DispatchPlan:
+def plan_dispatch(ids: Tensor, num_experts: int, num_ranks: int, num_rows: int) -> DispatchPlan:
     """Plan the sender's side.
 
     Args:
         ids: `[T, K]` int32 global expert ids, -1 for "sent nowhere".
         num_experts: E.
         num_ranks: R, which divides E.
-        num_rows: N where the host knows it (the sum of column 0 of `count_dispatch`); None reads it
-            from the device, which waits for it.
+        num_rows: N as the host knows it, the sum of column 0 of `count_dispatch`.
 
     Raises:
         ValueError: `num_experts` is not a multiple of `num_ranks`.
@@ -102,9 +98,6 @@ def plan_dispatch(
     # Rank-major running count: the n-th row sent is where the count first reaches n.
     reached = needed.flatten().cumsum(0, dtype=torch.int32)
     token_rows = torch.where(needed, reached.view_as(needed) - 1, -1).t()
-    counts = count_dispatch(ids, num_experts, num_ranks)
-    if num_rows is None:
-        num_rows = int(counts[:, 0].sum())
     rows = torch.arange(1, num_rows + 1, dtype=torch.int32, device=ids.device)
     places = torch.searchsorted(reached, rows, out_int32=True)
     send_tokens, ranks = places % max(num_tokens, 1), places // max(num_tokens, 1)
@@ -112,7 +105,6 @@ def plan_dispatch(
     return DispatchPlan(
         send_tokens=send_tokens,
         send_ids=torch.where((send_ids >= 0) & (send_ids < local), send_ids, -1),
-        send_counts=counts,
         token_rows=token_rows.contiguous(),
     )
 

@@ -54,28 +54,21 @@ class WeightGradEntry:
 
 
 class WeightGradQueue:
-    """Deferred weight gradients, first in, first out, gathered in units.
+    """Deferred weight gradients, run first in, first out.
 
-    Entries are pushed to the open unit. `close_unit` ends it (a schedule closes one unit per
-    backward of a chunk), `run_unit` runs the oldest closed one. A unit may be empty, so closes and
-    runs pair up whatever the layers pushed.
+    One queue per unit of deferred work: a schedule that runs the weight gradients of one backward
+    at a time gives every backward its own queue.
     """
 
     def __init__(self) -> None:
-        self._closed: deque[deque[WeightGradEntry]] = deque()
-        self._open: deque[WeightGradEntry] = deque()
+        self._entries: deque[WeightGradEntry] = deque()
 
     def __len__(self) -> int:
-        """Number of entries not run yet, closed units and the open one together."""
-        return sum(map(len, self._closed)) + len(self._open)
-
-    @property
-    def num_units(self) -> int:
-        """Closed units not run yet."""
-        return len(self._closed)
+        """Number of entries not run yet."""
+        return len(self._entries)
 
     def push(self, entry: WeightGradEntry) -> None:
-        """Add an entry to the open unit.
+        """Add an entry.
 
         Raises:
             ValueError: the entry's weight is not a leaf that requires a gradient.
@@ -86,34 +79,25 @@ class WeightGradQueue:
                 f"a {'frozen' if entry.weight.is_leaf else 'computed'} tensor of shape "
                 f"{tuple(entry.weight.shape)}; pass weight_grads=None for it"
             )
-        self._open.append(entry)
+        self._entries.append(entry)
 
-    def close_unit(self) -> None:
-        """End the open unit and put it behind the closed ones."""
-        self._closed.append(self._open)
-        self._open = deque()
-
-    def run_unit(self) -> None:
-        """Run the oldest closed unit.
+    def run_oldest(self) -> None:
+        """Run the oldest entry; its operands are free afterwards.
 
         Raises:
-            RuntimeError: no unit is closed.
+            RuntimeError: the queue is empty.
         """
-        if not self._closed:
-            raise RuntimeError("run_unit: no closed unit; every run_unit needs a close_unit before")
-        _run_entries(self._closed.popleft())
-
-    def run_open(self) -> None:
-        """Run the entries of the open unit and leave the closed units alone."""
-        _run_entries(self._open)
+        if not self._entries:
+            raise RuntimeError("run_oldest: the weight gradient queue is empty; check len() first")
+        add_weight_grad(self._entries.popleft())
 
     def flush(self) -> None:
-        """Run everything, oldest first: the closed units, then the open one."""
-        while self._closed:
-            self.run_unit()
-        self.run_open()
+        """Run every entry, oldest first."""
+        while self._entries:
+            self.run_oldest()
 
 
+@torch.no_grad()
 def add_weight_grad(entry: WeightGradEntry) -> None:
     """Compute one entry's gradient and add it into `entry.weight.grad`, setting it if absent.
 
@@ -157,10 +141,3 @@ def grouped_weight_grad_reference(input: Tensor, grad_output: Tensor, groups: "G
     for product, (x, dy) in zip(products, pairs, strict=True):
         torch.mm(dy.t(), x, out=product)
     return products
-
-
-def _run_entries(entries: deque[WeightGradEntry]) -> None:
-    """Run and drop entries one by one, so each one's operands are freed before the next runs."""
-    with torch.no_grad():
-        while entries:
-            add_weight_grad(entries.popleft())

@@ -1,0 +1,188 @@
+"""Output projection and cross-entropy in one: the logits `[T, V]` never exist.
+
+For token t with target y, logits z = W h_t:
+
+    loss_t = log(sum_v exp(z_v)) - z_y
+    dz     = softmax(z) - onehot(y)         dh_t = dz W         dW = sum_t dz^T h_t
+
+With 32,768 tokens and 151,936 words the fp32 logits would take 20 GB, their gradient as much again.
+Here `chunk_tokens` rows at a time are projected, turned in place into `dz` and used up. The forward
+therefore computes both gradients for an upstream gradient of 1, and the backward only multiplies
+them by the scalar that comes in. That saves the second projection which recomputing would cost; the
+price is that `dW` `[V, H]` in the accumulation dtype lives from forward to backward.
+
+Numbers: logits, softmax, loss and the sum of `dW` over chunks are fp32 or wider whatever the
+operands are; `dz` is rounded to the operands' dtype for its two GEMMs, as any bf16 backward does.
+
+The trap: the result is the *sum* of token losses. Dividing by a count is the caller's business,
+since only it knows how many targets the global batch holds.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy
+
+from pith_ops.device import accumulation_dtype
+
+CHUNK_TOKENS = 1024
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Tensor:
+    """Sum of the token losses of `softmax(hidden @ weight.T)` against `targets`.
+
+    Args:
+        hidden: `[T, H]`.
+        weight: output embedding `[V, H]` of the same dtype.
+        targets: `[T]` int64, each in 0..V-1 or `ignore_index`.
+        ignore_index: target of tokens without a loss and without a gradient.
+        chunk_tokens: rows projected at a time; memory is `chunk_tokens * V` logits.
+
+    Returns:
+        Scalar in the accumulation dtype, 0 if every target is ignored. Without grad mode nothing
+        but the losses is computed.
+
+    Raises:
+        ValueError: shapes do not fit or `chunk_tokens` is not positive.
+    """
+    _check_operands(hidden, weight, targets, chunk_tokens)
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, chunk_tokens)
+    return token_cross_entropy(hidden, weight, targets, ignore_index, chunk_tokens).sum()
+
+
+@torch.no_grad()
+def token_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Tensor:
+    """Loss of every token `[T]` in the accumulation dtype, 0 where ignored; no gradient.
+
+    Arguments and errors as for `linear_cross_entropy`.
+    """
+    _check_operands(hidden, weight, targets, chunk_tokens)
+    losses = [hidden.new_empty(0, dtype=accumulation_dtype(hidden.dtype))]
+    for rows, labels in _chunks(hidden, targets, chunk_tokens):
+        losses.append(_loss_and_exponentials(rows, weight, labels, ignore_index)[0])
+    return torch.cat(losses)
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100
+) -> Tensor:
+    """The same through full logits in the accumulation dtype and torch's cross-entropy."""
+    dtype = accumulation_dtype(hidden.dtype)
+    logits = hidden.to(dtype) @ weight.to(dtype).t()
+    return cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes the gradients for upstream 1 in its forward and scales them in its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        chunk_tokens: int,
+    ) -> Tensor:
+        dtype = accumulation_dtype(hidden.dtype)
+        loss = torch.zeros((), dtype=dtype, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
+        start = 0
+        for rows, labels in _chunks(hidden, targets, chunk_tokens):
+            losses, grads = _loss_and_exponentials(rows, weight, labels, ignore_index)
+            loss += losses.sum()
+            grads = _logit_gradients(grads, labels, ignore_index).to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grads, weight, out=grad_hidden[start : start + len(rows)])
+            if grad_weight is not None:
+                _add_product(grad_weight, grads.t(), rows)
+            start += len(rows)
+        ctx.gradients = grad_hidden, grad_weight
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, upstream: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        # Scaled in place: a copy of dW would double the largest buffer of the step.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("linear_cross_entropy: its backward runs once; its buffers are gone")
+        grad_hidden, grad_weight = (g if g is None else g.mul_(upstream) for g in gradients)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _loss_and_exponentials(
+    rows: Tensor, weight: Tensor, labels: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """One chunk: rows `[C, H]`, labels `[C]` -> losses `[C]`, `exp(z - max)` `[C, V]`."""
+    ignored = labels == ignore_index
+    logits = _product(rows, weight.t(), accumulation_dtype(rows.dtype))
+    logits -= logits.amax(1, keepdim=True)
+    target = logits.gather(1, labels.masked_fill(ignored, 0)[:, None])[:, 0]
+    exponentials = logits.exp_()
+    losses = exponentials.sum(1).log() - target
+    return losses.masked_fill(ignored, 0), exponentials
+
+
+def _logit_gradients(exponentials: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """`exp(z - max)` `[C, V]` -> `softmax - onehot`, in place; zero rows where ignored."""
+    ignored = labels == ignore_index
+    gradients = exponentials.div_(exponentials.sum(1, keepdim=True))
+    places = labels.masked_fill(ignored, 0)[:, None]
+    gradients.scatter_(1, places, gradients.gather(1, places) - 1)
+    return gradients.masked_fill_(ignored[:, None], 0)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`a @ b` with the result in `dtype`, unrounded: CUDA's GEMM keeps its fp32 sums."""
+    if a.is_cuda and a.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b` in the dtype of `total`."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _chunks(hidden: Tensor, targets: Tensor, chunk_tokens: int) -> zip[tuple[Tensor, Tensor]]:
+    """Pairs of rows and labels, `chunk_tokens` at a time; the last may be shorter."""
+    return zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+
+
+def _check_operands(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> None:
+    """Raise the ValueErrors of `linear_cross_entropy`."""
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}: expected [T, H] and "
+            "[V, H] with the same H"
+        )
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"targets {tuple(targets.shape)}: expected one per row of hidden, {hidden.shape[0]}"
+        )
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: they must be equal")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens: {chunk_tokens} must be at least 1")
