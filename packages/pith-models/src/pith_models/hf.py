@@ -219,15 +219,14 @@ def _read_headers(
 ) -> tuple[dict[str, Path], dict[str, tuple[int, ...]], dict[str, str]]:
     """Map every key of a folder to its file, shape and dtype, from the files' own headers."""
     index_path = folder / INDEX_FILE
-    index: dict[str, str] | None = None
-    if index_path.is_file():
-        index = json.loads(index_path.read_text())["weight_map"]
-        names = sorted(set(index.values()))
-    else:
-        names = [SINGLE_FILE]
+    has_index = index_path.is_file()
+    index: dict[str, str] = json.loads(index_path.read_text())["weight_map"] if has_index else {}
+    names = sorted(set(index.values())) if has_index else [SINGLE_FILE]
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
-        raise ValueError(f"{folder} lacks {_first(absent)}" + (" of its index" if index else ""))
+        raise ValueError(
+            f"{folder} lacks {_first(absent)}" + (", named by its index" if has_index else "")
+        )
     files, shapes, dtypes = {}, {}, {}
     for name in names:
         with safe_open(folder / name, framework="pt") as file:
@@ -236,7 +235,7 @@ def _read_headers(
                 files[key] = folder / name
                 shapes[key] = tuple(entry.get_shape())
                 dtypes[key] = _SAFETENSORS_DTYPES.get(entry.get_dtype(), entry.get_dtype())
-    if index is not None:
+    if has_index:
         actual = {key: path.name for key, path in files.items()}
         odd = sorted(dict(index.items() ^ actual.items()))
         if odd:

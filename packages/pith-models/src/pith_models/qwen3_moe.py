@@ -17,7 +17,7 @@ The trap: `head_dim` is its own field and need not be `hidden_size / num_attenti
 with hidden 2048 and 32 heads in Qwen3-30B-A3B).
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch.nn.functional as F
 from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, Role, Routing, declare
@@ -76,10 +76,9 @@ class Qwen3MoeConfig:
     """Longest sequence that the model is meant for."""
 
     def __post_init__(self) -> None:
+        values = asdict(self)
         faults = [
-            f"{name} = {value}: must be at least 1"
-            for name, value in vars(self).items()
-            if name in _POSITIVE and value < 1
+            f"{name} = {values[name]}: must be at least 1" for name in _COUNTS if values[name] < 1
         ]
         if self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads:
             faults.append(
@@ -100,8 +99,8 @@ class Qwen3MoeConfig:
                 f"{self.num_hidden_layers - 1}"
             )
         for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
-            if not getattr(self, name) > 0:
-                faults.append(f"{name} = {getattr(self, name)}: must be positive")
+            if not values[name] > 0:
+                faults.append(f"{name} = {values[name]}: must be positive")
         if faults:
             raise ValueError("Qwen3MoeConfig: " + "; ".join(faults))
 
@@ -129,16 +128,18 @@ class Qwen3MoeConfig:
             if key not in known and not key.startswith("_")
         ]
         faults += [f"{key}: missing" for key in _PLAIN_HF_FIELDS if fields.get(key) is None]
-        experts = {fields.get("num_experts"), fields.get("num_local_experts")} - {None}
-        if len(experts) != 1:
+        experts = [fields[key] for key in ("num_experts", "num_local_experts") if key in fields]
+        if len(set(experts)) != 1:
             faults.append(f"num_experts, num_local_experts: one value needed, found {experts}")
         theta = _rope_theta(fields, faults)
         if faults:
             raise ValueError("config.json of a Qwen3-MoE model: " + "; ".join(faults))
-        head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+        head_dim = fields.get("head_dim")
+        if head_dim is None:
+            head_dim = fields["hidden_size"] // fields["num_attention_heads"]
         return Qwen3MoeConfig(
             **{key: fields[key] for key in _PLAIN_HF_FIELDS},
-            num_experts=experts.pop(),
+            num_experts=experts[0],
             head_dim=head_dim,
             mlp_only_layers=tuple(fields.get("mlp_only_layers") or ()),
             rope_theta=float(theta),
@@ -146,10 +147,11 @@ class Qwen3MoeConfig:
 
     def to_hf(self) -> dict:
         """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
+        values = asdict(self)
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             **_FIXED_HF_FIELDS,
-            **{key: getattr(self, key) for key in _PLAIN_HF_FIELDS},
+            **{key: values[key] for key in _PLAIN_HF_FIELDS},
             "num_experts": self.num_experts,
             "head_dim": self.head_dim,
             "mlp_only_layers": list(self.mlp_only_layers),
@@ -236,7 +238,7 @@ class Qwen3MoeSparseLayer(nn.Module):
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
         """Rows in expert order `[P, H]` -> unweighted expert outputs `[P, H]`."""
-        assert groups is not None
+        assert groups is not None, "a sparse layer's rows come in expert order"
         gate_up = grouped_linear(tokens, self.experts_gate_up, groups, weight_grads)
         return grouped_linear(swiglu(gate_up), self.experts_down_proj, groups, weight_grads)
 
@@ -381,13 +383,12 @@ def _rope_theta(fields: dict, faults: list[str]) -> float:
     """Find the rotary base in either spelling; append a fault for anything but plain RoPE."""
     thetas = {fields["rope_theta"]} if fields.get("rope_theta") is not None else set()
     for key in ("rope_parameters", "rope_scaling"):
-        nested = dict(fields.get(key) or {})
-        kind = nested.pop("rope_type", nested.pop("type", "default"))
-        nested.pop("type", None)
-        if nested.get("rope_theta") is not None:
+        nested = {k: v for k, v in (fields.get(key) or {}).items() if v is not None}
+        kinds = {nested.pop(name) for name in ("rope_type", "type") if name in nested}
+        if "rope_theta" in nested:
             thetas.add(nested.pop("rope_theta"))
-        if kind != "default":
-            faults.append(f"{key}.rope_type = {kind!r}: only 'default' is implemented")
+        if kinds - {"default"}:
+            faults.append(f"{key}.rope_type = {sorted(kinds)}: only 'default' is implemented")
         elif nested:
             faults.append(f"{key}: {sorted(nested)} have no meaning with rope_type 'default'")
     if len(thetas) != 1:
@@ -397,34 +398,20 @@ def _rope_theta(fields: dict, faults: list[str]) -> float:
     return next(iter(thetas), 0.0)
 
 
-_PLAIN_HF_FIELDS = (
+_COUNTS = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
+    "head_dim",
     "intermediate_size",
     "moe_intermediate_size",
+    "num_experts",
     "num_experts_per_tok",
-    "norm_topk_prob",
     "decoder_sparse_step",
-    "rms_norm_eps",
-    "initializer_range",
     "max_position_embeddings",
 )
-_POSITIVE = {
-    *_PLAIN_HF_FIELDS,
-    "num_experts",
-    "head_dim",
-} - {"norm_topk_prob", "rms_norm_eps", "initializer_range"}
-_FIXED_HF_FIELDS = {
-    "model_type": "qwen3_moe",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "use_sliding_window": False,
-    "tie_word_embeddings": False,
-}
 _RESPELLED_HF_FIELDS = (
     "num_experts",
     "num_local_experts",
@@ -434,6 +421,20 @@ _RESPELLED_HF_FIELDS = (
     "rope_parameters",
     "rope_scaling",
 )
+_PLAIN_HF_FIELDS = (
+    *(name for name in _COUNTS if name not in _RESPELLED_HF_FIELDS),
+    "norm_topk_prob",
+    "rms_norm_eps",
+    "initializer_range",
+)
+_FIXED_HF_FIELDS = {
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+}
 # Without effect on the forward pass; `sliding_window` and `max_window_layers` only act together
 # with `use_sliding_window`, which must be false. `output_router_logits` and its coefficient say
 # how transformers' own training loss is made.

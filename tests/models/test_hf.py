@@ -1,0 +1,267 @@
+"""Hugging Face folders written by transformers: read, account for, write back byte by byte."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from pith_models.build import canonical_tensors, model_config_from_hf
+from pith_models.hf import (
+    INDEX_FILE,
+    CanonicalTensor,
+    HuggingFaceTensors,
+    export_tensors,
+    read_hf_config,
+)
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+FILE_BYTES = 100_000
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A bf16 model in several files, its tokenizer smaller than its vocabulary."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=80,
+        moe_intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        max_position_embeddings=64,
+        eos_token_id=1,
+        router_aux_loss_coef=0.01,
+    )
+    folder = tmp_path / "source"
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size=FILE_BYTES)
+    words = Tokenizer(WordLevel({"a": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def all_tensors(folder: Path) -> dict[str, Tensor]:
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+def read(folder: Path, dtype: torch.dtype = torch.float32) -> HuggingFaceTensors:
+    config = model_config_from_hf(read_hf_config(folder))
+    return HuggingFaceTensors(folder, canonical_tensors(config), dtype)
+
+
+def export(source: Path, out: Path, max_file_bytes: int = FILE_BYTES) -> None:
+    config = model_config_from_hf(read_hf_config(source))
+    export_tensors(
+        read(source),
+        canonical_tensors(config),
+        {**read_hf_config(source), **config.to_hf()},
+        out,
+        dtype=torch.bfloat16,
+        companions=source,
+        max_file_bytes=max_file_bytes,
+    )
+
+
+def test_import_then_export_is_byte_identical(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    export(source, out)
+    before, after = all_tensors(source), all_tensors(out)
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert value.dtype == after[key].dtype == torch.bfloat16
+        assert torch.equal(value.view(torch.int16), after[key].view(torch.int16)), key
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (source / name).read_bytes() == (out / name).read_bytes()
+    theirs, ours = (AutoConfig.from_pretrained(f).to_dict() for f in (source, out))
+    for ignored in ("_name_or_path", "transformers_version"):
+        theirs.pop(ignored), ours.pop(ignored)
+    assert {k: ours.get(k) for k in theirs} == theirs
+
+
+def test_exported_folder_opens_in_transformers(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    export(source, out)
+    tokens = torch.arange(40)[None]
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(f) for f in (source, out))
+    assert torch.equal(theirs(tokens).logits, ours(tokens).logits)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.eos_token_id == 1
+    assert len(tokenizer) < ours.config.vocab_size == 97
+
+
+def test_index_is_true_and_files_are_bounded(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    export(source, out)
+    index = json.loads((out / INDEX_FILE).read_text())
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 2
+    assert index["weight_map"] == {key: path.name for path in files for key in load_file(path)}
+    assert index["metadata"]["total_size"] == 2 * sum(t.numel() for t in all_tensors(out).values())
+    assert all(path.stat().st_size < FILE_BYTES + 10_000 for path in files)
+
+
+def test_small_model_is_one_file_without_index(source: Path, tmp_path: Path):
+    export(source, tmp_path / "out", max_file_bytes=2**30)
+    assert [p.name for p in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
+
+
+def test_account_counts_keys_and_dtype_changes(source: Path):
+    keys = len(all_tensors(source))
+    expected = f"keys: {keys} loaded, 0 unexpected, 0 missing; dtype changes: "
+    assert read(source).account.describe() == f"{expected}{keys} keys bfloat16 -> float32"
+    assert read(source, torch.bfloat16).account.describe() == f"{expected}none"
+
+
+def test_every_faulty_key_is_listed(source: Path):
+    tensors = all_tensors(source)
+    for path in source.glob("model*"):
+        path.unlink()
+    del tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(128)
+    tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(80, 64)
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(ValueError, match="does not hold this model") as error:
+        read(source)
+    for part in (
+        "missing keys (1): model.layers.2.mlp.experts.5.up_proj.weight",
+        "unexpected keys (1): model.layers.0.self_attn.q_proj.bias",
+        "model.layers.1.mlp.down_proj.weight [80, 64], expected [64, 80]",
+    ):
+        assert part in str(error.value)
+
+
+def test_index_at_odds_with_its_files_is_refused(source: Path):
+    index = json.loads((source / INDEX_FILE).read_text())
+    moved = dict(index["weight_map"])
+    moved["lm_head.weight"] = moved["model.layers.1.mlp.up_proj.weight"]
+    (source / INDEX_FILE).write_text(json.dumps({"weight_map": moved}))
+    with pytest.raises(ValueError, match=r"disagree about lm_head\.weight"):
+        read(source)
+    moved["lm_head.weight"] = "model-00099-of-00099.safetensors"
+    (source / INDEX_FILE).write_text(json.dumps({"weight_map": moved}))
+    with pytest.raises(ValueError, match=r"lacks model-00099-of-00099\.safetensors"):
+        read(source)
+
+
+def test_folder_without_config_or_weights_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        read_hf_config(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks model\.safetensors"):
+        HuggingFaceTensors(tmp_path, (), torch.float32)
+
+
+def test_existing_folder_is_kept(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(ValueError, match="exists"):
+        export(source, out)
+    assert not list(out.iterdir())
+
+
+class Failing(Mapping[str, Tensor]):
+    """Good tensors until the last one is asked for."""
+
+    def __init__(self, good: Mapping[str, Tensor]):
+        self.good = good
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name == "head":
+            raise OSError("disk gone")
+        return self.good[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.good)
+
+    def __len__(self) -> int:
+        return len(self.good)
+
+
+def test_unfinished_export_never_bears_the_name(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    config = model_config_from_hf(read_hf_config(source))
+    with pytest.raises(OSError, match="disk gone"):
+        export_tensors(
+            Failing(read(source)),
+            canonical_tensors(config),
+            config.to_hf(),
+            out,
+            dtype=torch.bfloat16,
+        )
+    assert not out.exists()
+    export(source, out)
+    assert not out.with_name("out.tmp").exists()
+
+
+def test_tensors_of_another_model_are_refused(tmp_path: Path):
+    layout = (CanonicalTensor("a", (2, 3), ("x.a",)), CanonicalTensor("b", (2,), ("x.b",)))
+    with pytest.raises(ValueError, match="missing b; unexpected c"):
+        export_tensors(
+            {"a": torch.zeros(2, 3), "c": torch.zeros(2)},
+            layout,
+            {},
+            tmp_path / "out",
+            dtype=torch.float32,
+        )
+    assert not list(tmp_path.iterdir())
+
+
+MEMORY_SCRIPT = """
+import resource, sys, torch
+from pathlib import Path
+from pith_models.hf import CanonicalTensor, HuggingFaceTensors, export_tensors
+
+layout = [
+    CanonicalTensor(f"{i}", (8, 256, 512), tuple(f"{i}.{e}" for e in range(8)), True)
+    for i in range(60)
+]
+
+class Made(dict):
+    def __getitem__(self, name):
+        return torch.full((8, 256, 512), float(name))
+
+folder = Path(sys.argv[1])
+made = Made.fromkeys(t.name for t in layout)
+def grown(before):
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+
+start = grown(0)
+export_tensors(made, layout, {}, folder / "a", dtype=torch.float32, max_file_bytes=12 * 2**20)
+read = HuggingFaceTensors(folder / "a", layout, torch.float32)
+export_tensors(read, layout, {}, folder / "b", dtype=torch.bfloat16, max_file_bytes=12 * 2**20)
+print(grown(start) / 2**20, len(list((folder / "a").glob("*.safetensors"))))
+"""
+
+
+def test_memory_stays_at_one_tensor_and_one_file(tmp_path: Path):
+    """A model of 240 MiB in 20 files passes through in a fraction of that."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    mebibytes, files = done.stdout.split()
+    assert int(files) == 20
+    assert float(mebibytes) < 60
