@@ -1,0 +1,187 @@
+"""`pith VERB ...`: the one command.
+
+    pith tokenize --inputs FILES --tokenizer FOLDER --output FOLDER
+    pith pretrain RECIPE [--field.path value ...]
+
+A verb is one arm of `_run_verb`, and what it needs is imported inside that arm: `pith --help`
+imports nothing heavy, tokenising and converting import no CUDA package. RECIPE is a built-in name
+or the path of a Python file; every field of its `RunConfig` is an option of the same name.
+
+Exit codes: 0 done, 1 a rank failed or a comparison was off, 2 refused before anything was written.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pith_apps.config import RunConfig
+
+USAGE = """\
+usage: pith VERB ...
+
+  pith tokenize --inputs FILES --tokenizer FOLDER --output FOLDER
+                             text files to a corpus folder
+  pith pretrain RECIPE       train from scratch, or resume: the same command again
+  pith evaluate RECIPE       held-out loss of the newest checkpoint of a run
+  pith convert export RECIPE newest checkpoint of a run to a Hugging Face folder
+  pith convert import RECIPE --from-folder FOLDER
+                             a Hugging Face folder to a checkpoint that the run starts from
+  pith parity RECIPE         loss and gradients of many meshes against one process
+
+RECIPE is demo, qwen3-30b-a3b, qwen3-30b-a3b-tiny or the path of a Python file with one function
+that returns a RunConfig. `pith VERB --help` and `pith VERB RECIPE --help` list the options:
+`--train.steps 4` sets the field `steps` of the recipe's `train`.
+"""
+VERBS = ("tokenize", "pretrain", "evaluate", "convert", "parity")
+HELP_FLAGS = ("-h", "--help")
+LAUNCHER_VARIABLE = "PITH_LAUNCHER"
+"""Environment variable that tells a worker the process id of the launcher it belongs to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeArguments:
+    """Text files to a corpus folder; the same bytes whatever the number of workers."""
+
+    inputs: tuple[Path, ...]
+    """`.py` and `.txt` files (a document each), `.jsonl` files (a document a line), folders."""
+    tokenizer: Path
+    """Hugging Face tokenizer folder (`tokenizer.json`, `tokenizer_config.json`)."""
+    output: Path
+    """The corpus folder to write; must not exist."""
+    eos_token: str | None = None
+    """Token that ends a document (default: the one that the tokenizer's configuration names)."""
+    text_field: str = "text"
+    """Field of a `.jsonl` line that holds the text."""
+    workers: int = 1
+    """Processes that encode."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code.
+
+    Args:
+        arguments: what follows `pith`; default the arguments of this process.
+    """
+    _follow_launcher()
+    match list(sys.argv[1:] if arguments is None else arguments):
+        case []:
+            print(USAGE, end="", file=sys.stderr)
+            return 2
+        case [flag] if flag in HELP_FLAGS:
+            print(USAGE, end="")
+            return 0
+        case [verb, *rest]:
+            try:
+                return _run_verb(verb, rest)
+            except ValueError as error:
+                print(f"pith {verb}: {error}", file=sys.stderr)
+    return 2
+
+
+def _follow_launcher() -> None:
+    """Let the kernel end this worker when its launcher ends, however it ends (Linux)."""
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher is None or sys.platform != "linux":
+        return
+    # PR_SET_PDEATHSIG is 1 in linux/prctl.h.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != int(launcher):
+        sys.exit(f"pith: launcher {launcher} is gone")
+
+
+def _run_verb(verb: str, rest: list[str]) -> int:
+    """The one list of verbs."""
+    match verb:
+        case "tokenize":
+            return _tokenize(rest)
+        case "pretrain" | "evaluate":
+            return _run_in_ranks(verb, rest)
+    near = get_close_matches(verb, VERBS, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"there is no such verb: {hint}allowed are {', '.join(VERBS)}")
+
+
+def _tokenize(rest: list[str]) -> int:
+    from tyro import cli as parse
+
+    from pith_apps.corpus import tokenize_files
+
+    arguments = parse(TokenizeArguments, args=rest, prog="pith tokenize")
+    meta = tokenize_files(
+        list(arguments.inputs),
+        arguments.tokenizer,
+        arguments.output,
+        eos_token=arguments.eos_token,
+        text_field=arguments.text_field,
+        num_workers=arguments.workers,
+    )
+    print(
+        f"{arguments.output}: {meta.num_tokens:,} tokens in {meta.num_documents:,} documents, "
+        f"{meta.num_empty_documents} empty ones left out"
+    )
+    return 0
+
+
+def _run_in_ranks(verb: str, rest: list[str]) -> int:
+    """Check the run, then be one rank of it or start the ranks."""
+    from pith_apps.config import check_run
+    from pith_apps.launch import find_machine, is_rank, launch
+
+    config = _parse_recipe(verb, rest)
+    machine = find_machine(config, os.environ)
+    check_run(config, machine)
+    if not is_rank(os.environ) and machine.world_size > 1:
+        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+        return launch(machine.world_size, [verb, *rest])
+    match verb:
+        case "pretrain":
+            from pith_apps.pretrain import pretrain
+
+            return pretrain(config)
+        case "evaluate":
+            from pith_apps.evaluate import evaluate
+
+            return evaluate(config)
+    raise AssertionError(f"no arm runs the verb {verb}")
+
+
+def _parse_recipe(verb: str, rest: list[str]) -> "RunConfig":
+    """The recipe's configuration with the fields of the command line in place."""
+    from tyro import cli as parse
+    from tyro.conf import AvoidSubcommands
+
+    from pith_apps.config import RunConfig
+    from pith_apps.recipes.load import BUILT_IN_RECIPES, load_recipe
+
+    match rest:
+        case [recipe, *options] if not recipe.startswith("-"):
+            _refuse_repeated(options)
+            return parse(
+                AvoidSubcommands[RunConfig],
+                default=load_recipe(recipe),
+                args=options,
+                prog=f"pith {verb} {recipe}",
+            )
+    raise ValueError(
+        f"a recipe comes first: {', '.join(BUILT_IN_RECIPES)} or the path of a Python file; "
+        f"`pith {verb} demo --help` lists the options"
+    )
+
+
+def _refuse_repeated(options: list[str]) -> None:
+    """An option given twice is a mistake: one of the two values would be ignored."""
+    names = [option.split("=")[0].replace("_", "-") for option in options if option[:2] == "--"]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"given more than once: {', '.join(twice)}; keep one")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Where the processes of a run come from.
+
+Three ways lead to the same ranks, told apart by the environment alone:
+
+- `pith pretrain demo`: nothing is set, so `launch` starts the processes on this machine through
+  torch's elastic launcher, each running the same command line again;
+- `torchrun --nproc-per-node 4 -m pith_apps.cli pretrain demo`: the command is one rank;
+- `srun pith pretrain demo`, a step of several tasks: the command is one rank.
+
+Workers run the command line instead of a pickled function, so a rank can be started by hand and
+nothing but the environment distinguishes it. The trap: the elastic launcher gives every worker its
+own session, so a launcher that is killed (not interrupted) would leave workers behind that go on
+writing to the run folder; `cli.py` ties a worker to its launcher before anything else.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+from pith_engine.runtime import read_launch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from pith_apps.config import Machine, RunConfig
+
+
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Whether this process was started as one rank of a group, by torchrun, srun or `launch`."""
+    return read_launch(environment).address is not None
+
+
+def find_machine(config: RunConfig, environment: Mapping[str, str]) -> Machine:
+    """What this run gets: the group it was started in, or the processes it would launch."""
+    found = read_launch(environment)
+    world_size = processes_here = config.nproc or config.mesh.world_size
+    if is_rank(environment):
+        world_size, processes_here = found.world_size, found.ranks_per_node
+    return Machine(
+        world_size=world_size,
+        processes_here=processes_here,
+        num_gpus=torch.cuda.device_count(),
+    )
+
+
+def launch(num_processes: int, arguments: Sequence[str]) -> int:
+    """Run `pith ARGUMENTS` as `num_processes` ranks on this machine; return the exit code.
+
+    A rank that fails ends the others at once, and is named. An interrupt (Ctrl-C, SIGTERM) ends
+    all of them.
+    """
+    # Ranks share the cores: without this each would start a thread for every core.
+    threads = max(1, (os.cpu_count() or 1) // num_processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=f"pith-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(launch_config, sys.executable)("-m", "pith_apps.cli", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(
+            f"pith: rank {rank} ended first (exit code {failure.exitcode}), the others were "
+            "stopped; the first traceback above is the cause",
+            file=sys.stderr,
+        )
+        return 1
+    except (SignalException, KeyboardInterrupt) as error:
+        number = error.sigval if isinstance(error, SignalException) else signal.SIGINT
+        print(f"pith: stopped by {signal.Signals(number).name}", file=sys.stderr)
+        return 128 + number
+    return 0

@@ -1,0 +1,1 @@
+"""Recipes: one file each, and `load.py`, which finds them."""

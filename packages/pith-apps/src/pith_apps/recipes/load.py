@@ -1,0 +1,66 @@
+"""Recipes: Python functions that return a `RunConfig`, built in or in a file of the user's.
+
+A built-in recipe is one function in one file of this folder and one arm of `load_recipe`. A user's
+recipe is a path to a Python file with exactly one public function `def ...() -> RunConfig`; it
+usually starts from a built-in one with `dataclasses.replace`.
+"""
+
+import inspect
+from difflib import get_close_matches
+from pathlib import Path
+from runpy import run_path
+from typing import get_type_hints
+
+from pith_apps.config import RunConfig
+from pith_apps.recipes.demo import demo
+from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
+
+BUILT_IN_RECIPES = ("demo", "qwen3-30b-a3b", "qwen3-30b-a3b-tiny")
+
+
+def load_recipe(name: str) -> RunConfig:
+    """The configuration of a built-in recipe, or of the recipe in a Python file.
+
+    Args:
+        name: one of `BUILT_IN_RECIPES`, or the path of a `.py` file.
+
+    Raises:
+        ValueError: no such recipe or file, or not exactly one recipe in the file.
+    """
+    match name:
+        case "demo":
+            return demo()
+        case "qwen3-30b-a3b":
+            return qwen3_30b_a3b()
+        case "qwen3-30b-a3b-tiny":
+            return qwen3_30b_a3b_tiny()
+    if name.endswith(".py"):
+        return _recipe_of_file(Path(name))
+    near = get_close_matches(name, BUILT_IN_RECIPES, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"recipe is {name!r}: {hint}allowed are {', '.join(BUILT_IN_RECIPES)} or the path of a "
+        f"Python file (ending in .py) with one function that returns a RunConfig"
+    )
+
+
+def _recipe_of_file(path: Path) -> RunConfig:
+    """Run a file and call the one recipe that it defines."""
+    if not path.is_file():
+        raise ValueError(f"recipe is {str(path)!r}: there is no such file")
+    run_name = f"pith_recipe_{path.stem}"
+    recipes = [
+        item
+        for name, item in run_path(str(path), run_name=run_name).items()
+        if inspect.isfunction(item)
+        and item.__module__ == run_name
+        and not name.startswith("_")
+        and get_type_hints(item).get("return") is RunConfig
+    ]
+    if len(recipes) != 1:
+        names = ", ".join(recipe.__name__ for recipe in recipes) or "none"
+        raise ValueError(
+            f"recipe {str(path)!r} must hold exactly one public function annotated "
+            f"`-> RunConfig`; found: {names}"
+        )
+    return recipes[0]()

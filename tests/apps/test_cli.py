@@ -1,0 +1,103 @@
+"""The command line: help without weight, errors with the nearest match, exit codes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pith_apps.cli import main
+
+
+def pith(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, outside any group."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "pith_apps.cli", *arguments],
+        cwd=cwd,
+        env={**kept, "COLUMNS": "200", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_help_and_tokenize_import_no_torch(tmp_path):
+    script = (
+        "import sys\n"
+        "from pith_apps.cli import main\n"
+        "assert main(['--help']) == 0\n"
+        "try: main(['tokenize', '--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'triton', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for verb in ("tokenize", "pretrain", "evaluate", "convert", "parity"):
+        assert f"pith {verb}" in done.stdout
+
+
+def test_no_arguments_print_the_usage(capsys):
+    assert main([]) == 2
+    assert "pith pretrain RECIPE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["pretain", "demo"], ["did you mean 'pretrain'?"]),
+        (["pretrain", "dmeo"], ["did you mean 'demo'?"]),
+        (["pretrain"], ["a recipe comes first", "qwen3-30b-a3b"]),
+        (["pretrain", "--train.steps", "4"], ["a recipe comes first"]),
+        (["pretrain", "demo", "--train.stesp", "4"], ["--train.stesp", "--train.steps INT"]),
+        (["pretrain", "demo", "--train.steps", "four"], ["--train.steps", "four"]),
+        (["pretrain", "demo", "--train.device", "tpu"], ["--train.device", "cpu", "cuda"]),
+        (["pretrain", "demo", "--mesh.ep", "0"], ["mesh.ep = 0"]),
+        (
+            ["pretrain", "demo", "--train.steps", "4", "--train.steps=5"],
+            ["given more than once: --train.steps"],
+        ),
+        (["tokenize", "--inputs", "x.txt"], ["--tokenizer", "--output"]),
+    ],
+)
+def test_mistakes_are_refused_with_a_way_out(arguments, named, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    error = " ".join(capsys.readouterr().err.split())
+    for text in named:
+        assert text in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_option_of_a_recipe_is_explained(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as end:
+        main(["pretrain", "demo", "--help"])
+    assert not end.value.code
+    text = capsys.readouterr().out
+    for option in ("--train.steps INT", "--mesh.ep INT", "--model.norm-topk-prob", "--lr.peak"):
+        assert option in text
+    assert "Optimizer updates of the whole run" in text
+
+
+def test_a_run_that_cannot_work_starts_no_process_and_writes_nothing(tmp_path):
+    done = pith("pretrain", "demo", "--mesh.ep", "3", "--nproc", "4", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "mesh.ep = 3" in done.stderr
+    assert "4 run" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_of_a_wrong_world_refuses_alone(tmp_path):
+    """Under torchrun every rank says so at once, without meeting the others."""
+    found = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = pith("pretrain", "demo", "--train.device", "cpu", cwd=tmp_path, **found)
+    assert done.returncode == 2
+    assert "8 run" in done.stderr
+    assert list(tmp_path.iterdir()) == []

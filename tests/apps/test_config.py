@@ -1,0 +1,245 @@
+"""Refusals: every reason at once, with the value and a way out, before anything is touched."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pith_apps.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    Machine,
+    RunConfig,
+    check_run,
+    config_record,
+    violations,
+)
+from pith_apps.corpus import tokenize_files, train_tokenizer
+from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
+from pith_engine.balance import BalanceConfig
+from pith_engine.lr import LearningRateConfig
+from pith_engine.mesh import MeshConfig
+from pith_engine.optim import AdamWConfig
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory) -> Path:
+    """A tokenizer of 300 entries and three corpora: long, another one, and one too short."""
+    root = tmp_path_factory.mktemp("corpora")
+    generator = np.random.default_rng(0)
+    words = [f"word{number}" for number in range(300)]
+    for name, count in [("long", 4000), ("short", 20)]:
+        (root / f"{name}.txt").write_text(" ".join(generator.choice(words, count)))
+    train_tokenizer([root / "long.txt"], root / "tokenizer", vocab_size=300)
+    for name in ("long", "short"):
+        tokenize_files([root / f"{name}.txt"], root / "tokenizer", root / name)
+    return root
+
+
+@pytest.fixture
+def run(corpora, tmp_path) -> RunConfig:
+    """A run that may start on one process."""
+    tiny = qwen3_30b_a3b_tiny()
+    return replace(
+        tiny,
+        runs_folder=tmp_path / "runs",
+        model=replace(tiny.model, vocab_size=300),
+        mesh=MeshConfig(),
+        data=DataConfig(
+            training=corpora / "long", held_out=corpora / "long", tokenizer=corpora / "tokenizer"
+        ),
+    )
+
+
+def machine(world_size: int = 1, num_gpus: int = 0) -> Machine:
+    return Machine(world_size=world_size, processes_here=world_size, num_gpus=num_gpus)
+
+
+def test_a_good_run_has_no_violation(run):
+    assert violations(run, machine()) == []
+    check_run(run, machine())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "experts", "world_size", "named"),
+    [
+        (MeshConfig(ep=4), 6, 4, ["mesh.ep = 4", "6 experts", "1, 2, 3, 6"]),
+        (MeshConfig(ep=3), 8, 3, ["mesh.ep = 3", "8 experts", "1, 2, 4, 8"]),
+        (MeshConfig(pp=2, ep=4), 8, 4, ["pp 2 x dp 1 x cp 1 x ep 4 = 8", "4 run", "ep4"]),
+        (MeshConfig(ep=8), 8, 2, ["= 8 processes", "2 run", "dp2"]),
+        (MeshConfig(cp=2), 8, 2, ["mesh.cp = 2"]),
+    ],
+)
+def test_meshes_that_do_not_fit(run, mesh, experts, world_size, named):
+    run = replace(run, mesh=mesh, model=replace(run.model, num_experts=experts))
+    found = "\n".join(violations(run, machine(world_size)))
+    for text in named:
+        assert text in found
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 7])
+def test_too_few_micro_batches_name_the_minimum(run, num_micro_batches):
+    run = replace(
+        run,
+        mesh=MeshConfig(pp=4),
+        model=replace(run.model, num_hidden_layers=8),
+        train=replace(run.train, batch=num_micro_batches),
+    )
+    (found,) = violations(run, machine(4))
+    assert f"{num_micro_batches} micro-batches" in found
+    assert "at least 8" in found
+
+
+def test_layers_and_batches_that_cannot_be_divided(run):
+    few_layers = replace(run, mesh=MeshConfig(pp=4), train=replace(run.train, batch=8))
+    (found,) = violations(few_layers, machine(4))
+    assert "8 chunks" in found
+    assert "4 layers" in found
+    uneven = replace(run, train=replace(run.train, batch=8, micro_batch=3))
+    (found,) = violations(uneven, machine())
+    assert "train.batch is 8" in found
+    assert "--train.batch 9" in found
+    chunks = replace(run, layers_per_chunk=(1, 2))
+    (found,) = violations(chunks, machine())
+    assert "layers_per_chunk is (1, 2)" in found
+    assert "add up to 4" in found
+
+
+def test_corpora_that_do_not_serve(run, corpora, tmp_path):
+    short = replace(run, data=replace(run.data, training=corpora / "short"))
+    (found,) = violations(short, machine())
+    assert "data.training" in found
+    assert "fewer than the 8 of one step" in found
+    missing = replace(run, data=replace(run.data, held_out=tmp_path / "none"))
+    (found,) = violations(missing, machine())
+    assert "data.held_out" in found
+    assert "pith tokenize" in found
+    small = replace(run, model=replace(run.model, vocab_size=200))
+    found = "\n".join(violations(small, machine()))
+    assert "outside the model's vocab_size 200" in found
+    no_folders = replace(run, data=DataConfig(training=corpora / "long"))
+    (found,) = violations(no_folders, machine())
+    assert "give all three folders" in found
+    both = replace(run, data=replace(run.data, standard_library=True))
+    found = "\n".join(violations(both, machine()))
+    assert "data.standard_library is True beside" in found
+    assert "set --model.vocab-size 4096" in found
+
+
+def test_the_tokenizer_must_be_the_corpus_one(run, corpora, tmp_path):
+    train_tokenizer([corpora / "long.txt"], tmp_path / "tokenizer", vocab_size=290)
+    other = replace(run, data=replace(run.data, tokenizer=tmp_path / "tokenizer"))
+    found = violations(other, machine())
+    assert len(found) == 2
+    assert all("is another tokenizer" in text for text in found)
+
+
+def test_run_folders_that_cannot_be_written(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    blocked = replace(run, runs_folder=tmp_path / "file" / "runs")
+    (found,) = violations(blocked, machine())
+    assert "runs_folder" in found
+    assert str(tmp_path / "file") in found
+    for name in ("", "..", "a/b"):
+        (found,) = violations(replace(run, name=name), machine())
+        assert f"name is {name!r}" in found
+
+
+def test_devices_and_backends_that_are_not_there(run):
+    on_gpu = replace(run, train=replace(run.train, device="cuda", attention="reference"))
+    (found,) = violations(on_gpu, machine())
+    assert "--train.device cpu" in found
+    two = replace(on_gpu, mesh=MeshConfig(ep=2))
+    (found,) = violations(two, machine(2, num_gpus=1))
+    assert "1 GPU(s)" in found
+    cudnn = replace(run, train=replace(run.train, attention="cudnn"))
+    (found,) = violations(cudnn, machine())
+    assert "train.attention is 'cudnn'" in found
+    long = replace(run, train=replace(run.train, sequence_length=129))
+    (found,) = violations(long, machine())
+    assert "max_position_embeddings 128" in found
+
+
+def test_all_violations_come_in_one_error_and_nothing_is_written(run, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    bad = replace(
+        run,
+        name="a/b",
+        mesh=MeshConfig(ep=3),
+        layers_per_chunk=(4,),
+        data=DataConfig(),
+        train=replace(run.train, attention="cudnn", sequence_length=4096),
+    )
+    with pytest.raises(ValueError) as error:
+        check_run(bad, machine(4))
+    text = str(error.value)
+    for part in (
+        "name is 'a/b'",
+        "mesh.ep = 3",
+        "4 run",
+        "layers_per_chunk",
+        "data.training",
+        "train.attention",
+        "train.sequence_length is 4096",
+    ):
+        assert part in text
+    assert text.startswith(f"{text.count('  - ')} reason(s)")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("train.steps", 0),
+        ("train.batch", 0),
+        ("train.micro_batch", 0),
+        ("train.sequence_length", 0),
+        ("train.seed", -1),
+        ("train.max_grad_norm", 0.0),
+        ("train.max_grad_norm", float("nan")),
+        ("evaluation.interval", -1),
+        ("evaluation.sequences", 0),
+        ("checkpoint.interval", -1),
+        ("checkpoint.keep", 0),
+        ("nproc", 0),
+        ("timeout", 0.0),
+    ],
+)
+def test_numbers_out_of_range_are_named(run, path, value):
+    match path.split("."):
+        case ["train", name]:
+            bad = replace(run, train=replace(run.train, **{name: value}))
+        case ["evaluation", name]:
+            bad = replace(run, evaluation=EvaluationConfig(**{name: value}))
+        case ["checkpoint", name]:
+            bad = replace(run, checkpoint=CheckpointConfig(**{name: value}))
+        case [name]:
+            bad = replace(run, **{name: value})
+    (found,) = violations(bad, machine())
+    assert found.startswith(f"{path} is {value}: allowed are")
+
+
+@pytest.mark.parametrize(
+    ("config", "bad"),
+    [
+        (MeshConfig, {"ep": 0}),
+        (AdamWConfig, {"eps": -1.0}),
+        (BalanceConfig, {"coefficient": -1.0}),
+        (LearningRateConfig, {"peak": -1.0}),
+    ],
+)
+def test_configurations_of_the_engine_refuse_a_bad_value_by_name(config, bad):
+    (name,) = bad
+    required = {"peak": 1e-3} if config is LearningRateConfig else {}
+    with pytest.raises(ValueError, match=name):
+        config(**{**required, **bad})
+
+
+def test_a_configuration_is_plain_values():
+    for recipe in (qwen3_30b_a3b(), qwen3_30b_a3b_tiny()):
+        record = config_record(recipe)
+        assert json.loads(json.dumps(record)) == record
+        assert record["model"]["num_experts"] == recipe.model.num_experts
+        assert record["runs_folder"] == "runs"
