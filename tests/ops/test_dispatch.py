@@ -307,3 +307,41 @@ def test_more_ranks_than_bits_of_an_integer():
     returned = torch.randn(len(plan.send_tokens), H, dtype=torch.float64)
     expected = torch.zeros(40, H, dtype=torch.float64).index_add(0, plan.send_tokens, returned)
     torch.testing.assert_close(sum_ranks(returned, plan), expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_cuda_equals_cpu_without_waiting_for_the_device(num_ranks):
+    torch.manual_seed(6)
+    ids = random_ids(300, drop=0.3)
+    tokens, weights = torch.randn(300, H), torch.rand(300, K)
+    counts = count_dispatch(ids, E, num_ranks).tolist()
+
+    def run(ids: Tensor, tokens: Tensor, weights: Tensor) -> list[Tensor]:
+        results = [count_dispatch(ids, E, num_ranks)]
+        plan = plan_dispatch(ids, E, num_ranks, sum(row[0] for row in counts))
+        rows, row_weights = tokens[plan.send_tokens], send_weights(plan, weights)
+        partial, start = [], 0
+        for size, *pairs in counts:
+            here = slice(start, start + size)
+            experts = plan_experts(plan.send_ids[here], E // num_ranks, pairs)
+            outputs = gather_rows(rows[here], experts)
+            partial.append(weighted_partial_sums(outputs, row_weights[here], experts))
+            gradients = weighted_partial_sums_backward(
+                rows[here], outputs, row_weights[here], experts
+            )
+            results += [*gradients, sum_pairs(gradients[0], experts), experts.row_pairs]
+            start += size
+        results.append(sum_ranks(torch.cat(partial), plan))
+        results.append(sum_rank_weights(row_weights, plan))
+        return results
+
+    expected = run(ids, tokens, weights)
+    on_device = ids.cuda(), tokens.cuda(), weights.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = run(*on_device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.cpu(), b)

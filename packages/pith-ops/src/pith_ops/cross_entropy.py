@@ -18,6 +18,7 @@ The trap: the result is the *sum* of token losses. Dividing by a count is the ca
 since only it knows how many targets the global batch holds.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def _chunks(hidden: Tensor, targets: Tensor, chunk_tokens: int) -> zip[tuple[Tensor, Tensor]]:
+def _chunks(hidden: Tensor, targets: Tensor, chunk_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of rows and labels, `chunk_tokens` at a time; the last may be shorter."""
     return zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
 
