@@ -25,7 +25,7 @@ import os
 import shutil
 import sysconfig
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -369,7 +369,7 @@ def _list_files(inputs: list[Path]) -> list[Path]:
 
 
 @contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
+def _new_folder(output: Path) -> Generator[Path]:
     """A folder under a temporary name that becomes `output` if the body succeeds."""
     if output.exists():
         raise ValueError(f"{output} exists: remove it or name another folder")

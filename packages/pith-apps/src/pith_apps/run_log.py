@@ -1,0 +1,344 @@
+"""What a run leaves behind while it runs: a line a step, the same numbers with all digits, logs.
+
+    <run folder>/config.json          the configuration of the latest start
+                 environment.json     versions, machine and command of the latest start
+                 metrics.jsonl        one JSON object a line, written by rank 0 (see below)
+                 log/rank_00000.log   what a rank said, with times; rank 0 also prints it
+                 tensorboard/         when asked for
+
+A line of `metrics.jsonl` has either "loss" (a training step) or "held_out_loss" (an evaluation
+after that step); `read_metrics` gives them back. A resumed run first cuts off what lies beyond the
+step it resumes from, and a last line that a kill left half written: no step stands there twice.
+
+Times are wall clock from the end of one step to the end of the next, so the optimizer, logging and
+whatever else happens between steps is in them; `seconds_elsewhere` says how much of that was
+evaluation or saving (`RunLog.elsewhere`). The trap: a GPU runs behind the host, so the numbers
+handed to `log_step` must have been read (`.item()`) after the optimizer's kernels were launched;
+then their arrival means that the step is over.
+"""
+
+import json
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import torch
+from pith_ops.device import peak_flops
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+GIB = 1 << 30
+# The time to go is that of this many recent steps.
+ETA_STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One training step, as `metrics.jsonl` and the step line give it."""
+
+    step: int
+    """Counted from 1."""
+    total_steps: int
+    """Steps of the whole run."""
+    loss: float
+    """Token-weighted mean over all ranks, in nats."""
+    balance_loss: float
+    """Balance loss without its coefficient; 1 is even."""
+    max_load: float | None
+    """Tokens of the busiest expert over the mean, worst layer; None for a model without experts."""
+    learning_rate: float
+    """That the step used."""
+    grad_norm: float
+    """Global norm before clipping."""
+    tokens_seen: int
+    """Target tokens since the start of the run, this step included."""
+    tokens_per_second: float
+    """Over all ranks; the seconds elsewhere do not count."""
+    tokens_per_second_per_rank: float
+    """The same, a rank (a GPU)."""
+    mfu: float | None
+    """Model FLOP/s over the peak of all GPUs; None when `mfu_unknown` says why."""
+    mfu_unknown: str
+    """Why there is no MFU, or empty."""
+    peak_memory: int
+    """Bytes of the fullest rank: allocated on the GPU, or resident on a CPU."""
+    step_seconds: float
+    """From the end of the step before to the end of this one."""
+    seconds_elsewhere: float
+    """Part of `step_seconds` that evaluation and saving took."""
+    eta_seconds: float
+    """Until the last step, at the recent pace."""
+    num_skipped_steps: int
+    """Steps so far whose update was skipped for want of targets."""
+
+    def line(self, device_type: str) -> str:
+        """The step line of rank 0."""
+        width = len(str(self.total_steps))
+        unit = "GPU" if device_type == "cuda" else "process"
+        load = "n/a" if self.max_load is None else f"{self.max_load:.2f}"
+        mfu = f"n/a ({self.mfu_unknown})" if self.mfu is None else f"{100 * self.mfu:.1f}%"
+        parts = [
+            f"step {self.step:>{width}}/{self.total_steps}",
+            f"loss {self.loss:.4f}",
+            f"balance {self.balance_loss:.3f}",
+            f"max-load {load}",
+            f"lr {self.learning_rate:.2e}",
+            f"grad norm {self.grad_norm:.3f}",
+            f"{self.tokens_per_second:,.0f} tok/s",
+            f"{self.tokens_per_second_per_rank:,.0f} tok/s/{unit}",
+            f"MFU {mfu}",
+            f"mem {self.peak_memory / GIB:.2f} GiB",
+            f"{self.step_seconds:.3f} s",
+            f"ETA {format_seconds(self.eta_seconds)}",
+        ]
+        if self.num_skipped_steps:
+            parts.append(f"skipped {self.num_skipped_steps}")
+        return "  ".join(parts)
+
+
+class RunLog:
+    """The log of one rank; rank 0 also writes the metrics and prints.
+
+    Use it in a `with`: the files are closed at the end, and every line is flushed as it is written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        total_steps: int,
+        flops_per_token: float | None,
+        resumed_step: int = 0,
+        tokens_seen: int = 0,
+        tensorboard: bool = False,
+    ):
+        """Open the files and start the clock.
+
+        Args:
+            folder: the run folder.
+            rank: of this process.
+            world_size: ranks of the run.
+            device: of this rank.
+            total_steps: of the whole run.
+            flops_per_token: of forward and backward; None leaves MFU out.
+            resumed_step: the step the run continues from, 0 for a new run; later ones are cut off.
+            tokens_seen: target tokens until that step.
+            tensorboard: also write event files.
+
+        Raises:
+            ValueError: the folder cannot be written, or TensorBoard is not installed.
+        """
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.total_steps, self.step, self.tokens_seen = total_steps, resumed_step, tokens_seen
+        self.flops_per_token = flops_per_token
+        self.num_skipped_steps = 0
+        self.metrics: TextIO | None = None
+        self.writer: SummaryWriter | None = None
+        try:
+            (folder / "log").mkdir(parents=True, exist_ok=True)
+            self.text = (folder / "log" / f"rank_{rank:05}.log").open("a", buffering=1)
+            if rank == 0:
+                truncate_metrics(folder, resumed_step)
+                steps = [record for record in read_metrics(folder) if "loss" in record]
+                self.num_skipped_steps = int(steps[-1]["num_skipped_steps"]) if steps else 0
+                self.metrics = (folder / "metrics.jsonl").open("a", buffering=1)
+        except OSError as error:
+            raise ValueError(f"run folder {folder} cannot be written: {error}") from None
+        if rank == 0 and tensorboard:
+            self.writer = _open_tensorboard(folder / "tensorboard", resumed_step)
+        self._recent: list[float] = []
+        self.start_clock()
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for file in (self.text, self.metrics, self.writer):
+            if file is not None:
+                file.close()
+
+    def start_clock(self) -> None:
+        """The first step starts now; call it when everything else is ready."""
+        self._elsewhere, self._last_end = 0.0, time.perf_counter()
+
+    def say(self, text: str) -> None:
+        """Write lines to this rank's log; rank 0 prints them as well."""
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.text.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def log_step(
+        self,
+        *,
+        loss: float,
+        balance_loss: float,
+        max_load: float | None,
+        learning_rate: float,
+        grad_norm: float,
+        num_tokens: int,
+        num_targets: int,
+        peak_memory: int,
+    ) -> None:
+        """End a step: take its time, and on rank 0 print and record it.
+
+        Args:
+            loss: as in `StepRecord`, like the next four.
+            balance_loss: see there.
+            max_load: see there.
+            learning_rate: see there.
+            grad_norm: see there.
+            num_tokens: tokens of the step over all ranks, ignored targets included.
+            num_targets: its target tokens; none means that the update was skipped.
+            peak_memory: bytes, the largest over all ranks.
+        """
+        now = time.perf_counter()
+        seconds, self._last_end = now - self._last_end, now
+        elsewhere, self._elsewhere = self._elsewhere, 0.0
+        self.step += 1
+        self.tokens_seen += num_targets
+        self.num_skipped_steps += num_targets == 0
+        self._recent = [*self._recent, seconds][-ETA_STEPS:]
+        if self.metrics is None:
+            return
+        rate = num_tokens / (seconds - elsewhere)
+        mfu, mfu_unknown = self._mfu(rate)
+        record = StepRecord(
+            step=self.step,
+            total_steps=self.total_steps,
+            loss=loss,
+            balance_loss=balance_loss,
+            max_load=max_load,
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            tokens_seen=self.tokens_seen,
+            tokens_per_second=rate,
+            tokens_per_second_per_rank=rate / self.world_size,
+            mfu=mfu,
+            mfu_unknown=mfu_unknown,
+            peak_memory=peak_memory,
+            step_seconds=seconds,
+            seconds_elsewhere=elsewhere,
+            eta_seconds=(self.total_steps - self.step) * sum(self._recent) / len(self._recent),
+            num_skipped_steps=self.num_skipped_steps,
+        )
+        self.metrics.write(json.dumps(asdict(record)) + "\n")
+        self.say(record.line(self.device.type))
+        for name in ("loss", "balance_loss", "max_load", "learning_rate", "grad_norm", "mfu"):
+            self._scalar(name, asdict(record)[name])
+        self._scalar("tokens_per_second", rate)
+
+    def log_held_out(self, loss: float, num_targets: int) -> None:
+        """Record the held-out loss after the latest step, in nats a token."""
+        if self.metrics is None:
+            return
+        record = {"step": self.step, "held_out_loss": loss, "held_out_targets": num_targets}
+        self.metrics.write(json.dumps(record) + "\n")
+        self.say(f"held-out loss {loss:.4f} after step {self.step} ({num_targets:,} tokens)")
+        self._scalar("held_out_loss", loss)
+
+    @contextmanager
+    def elsewhere(self) -> Generator[None]:
+        """Time spent inside counts as `seconds_elsewhere` of the step that ends next."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._elsewhere += time.perf_counter() - start
+
+    def _mfu(self, rate: float) -> tuple[float | None, str]:
+        peak = peak_flops(self.device)
+        if self.flops_per_token is None:
+            return None, "no FLOP count"
+        if peak is None:
+            return None, "CPU" if self.device.type == "cpu" else "GPU of unknown peak"
+        return rate * self.flops_per_token / (peak * self.world_size), ""
+
+    def _scalar(self, name: str, value: float | None) -> None:
+        if self.writer is not None and value is not None:
+            self.writer.add_scalar(name, value, self.step)
+
+
+def write_run_facts(folder: Path, config: dict[str, object], world_size: int) -> None:
+    """Write `config.json` and `environment.json`; rank 0 calls it once at start.
+
+    Environment variables are left out: they may hold credentials.
+    """
+    names = ("pith-apps", "numpy", "tokenizers", "safetensors", "triton")
+    environment = {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version_of(name) for name in names} | {"torch": torch.__version__},
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "num_cpus": os.cpu_count(),
+        "world_size": world_size,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, record in (("config.json", config), ("environment.json", environment)):
+        (folder / name).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """The records of `metrics.jsonl` in order; a half-written last line is left out."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def truncate_metrics(folder: Path, last_step: int) -> None:
+    """Drop the records after `last_step`; the file is replaced in one go."""
+    path = folder / "metrics.jsonl"
+    if path.exists():
+        kept = [record for record in read_metrics(folder) if record["step"] <= last_step]
+        temporary = path.with_name("metrics.jsonl.tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        temporary.replace(path)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this process has used: allocated on its GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def format_seconds(seconds: float) -> str:
+    """`1:02:03`, with days in front when there are any."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"
+
+
+def _open_tensorboard(folder: Path, resumed_step: int) -> "SummaryWriter":
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "log.tensorboard is on, but TensorBoard is not installed: "
+            "pip install 'pith-apps[tensorboard]'"
+        ) from None
+    return SummaryWriter(str(folder), purge_step=resumed_step + 1)
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,54 @@
+"""`loss.png` is drawn from the metrics, without a display."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from pith_apps.report import plot_losses, running_mean
+
+
+def write_metrics(folder: Path, *, training: int, held_out: int) -> None:
+    records: list[dict[str, float]] = []
+    for step in range(training + 1):
+        if step:
+            loss = 2.5 + 5.8 * np.exp(-step / 40) + 0.3 * np.sin(step * 12.9898)
+            records.append({"step": step, "loss": loss})
+        if step % 40 == 0 and held_out:
+            records.append({"step": step, "held_out_loss": 2.7 + 5.6 * np.exp(-step / 40)})
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(text)
+
+
+def colours(path: Path) -> set[tuple[int, ...]]:
+    pixels = (imread(path)[:, :, :3] * 255).round().astype(int)
+    return {tuple(row) for row in np.unique(pixels.reshape(-1, 3), axis=0).tolist()}
+
+
+def test_loss_picture(tmp_path: Path) -> None:
+    write_metrics(tmp_path, training=200, held_out=1)
+    path = plot_losses(tmp_path, unigram_entropy=6.38)
+    assert path == tmp_path / "loss.png"
+    assert imread(path).shape == (600, 960, 4)
+    blue, orange, gray = (31, 119, 180), (255, 127, 14), (128, 128, 128)
+    assert {blue, orange, gray} <= colours(path)
+    write_metrics(tmp_path, training=3, held_out=0)
+    assert orange not in colours(plot_losses(tmp_path))
+
+
+def test_a_run_that_only_evaluated(tmp_path: Path) -> None:
+    write_metrics(tmp_path, training=0, held_out=1)
+    assert plot_losses(tmp_path).exists()
+
+
+def test_nothing_recorded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no record"):
+        plot_losses(tmp_path)
+
+
+def test_running_mean() -> None:
+    values = np.array([1.0, 3.0, 5.0, 9.0])
+    assert running_mean(values, 1).tolist() == values.tolist()
+    assert running_mean(values, 2).tolist() == [1.0, 2.0, 4.0, 7.0]
+    assert running_mean(values, 9).tolist() == [1.0, 2.0, 3.0, 4.5]

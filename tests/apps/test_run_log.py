@@ -1,0 +1,180 @@
+"""The step line, `metrics.jsonl` and what a resumed run makes of them."""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from pith_apps.run_log import (
+    RunLog,
+    StepRecord,
+    format_seconds,
+    peak_memory_bytes,
+    read_metrics,
+    truncate_metrics,
+    write_run_facts,
+)
+
+CPU = torch.device("cpu")
+
+
+def open_log(folder: Path, rank: int = 0, **changes: object) -> RunLog:
+    settings: dict = {"world_size": 4, "device": CPU, "total_steps": 10, "flops_per_token": 1e6}
+    return RunLog(folder, rank=rank, **{**settings, **changes})
+
+
+def log_step(log: RunLog, **changes: float) -> None:
+    numbers: dict = {"loss": 2 / 3, "balance_loss": 1.0312345678901234, "max_load": 1.5}
+    numbers |= {"learning_rate": 1e-3 / 3, "grad_norm": math.pi, "num_tokens": 2048}
+    numbers |= {"num_targets": 2000, "peak_memory": 3 << 29}
+    log.log_step(**{**numbers, **changes})
+
+
+def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_log(tmp_path) as log:
+        log.start_clock()
+        with log.elsewhere():
+            time.sleep(0.2)
+        time.sleep(0.1)
+        log_step(log)
+        log_step(log, num_targets=0, max_load=None)
+    lines = capsys.readouterr().out.splitlines()
+    for part in [
+        "step  1/10  ",
+        "loss 0.6667",
+        "balance 1.031",
+        "max-load 1.50",
+        "lr 3.33e-04",
+        "grad norm 3.142",
+        " tok/s  ",
+        " tok/s/process",
+        "MFU n/a (CPU)",
+        "mem 1.50 GiB",
+        "ETA 0:00:0",
+    ]:
+        assert part in lines[0], part
+    assert "max-load n/a" in lines[1]
+    assert lines[1].endswith("skipped 1")
+
+    first, second = [StepRecord(**record) for record in read_metrics(tmp_path)]  # type: ignore
+    assert (first.loss, first.balance_loss, first.grad_norm) == (
+        2 / 3,
+        1.0312345678901234,
+        math.pi,
+    )
+    assert 0.3 <= first.step_seconds < 1
+    assert 0.2 <= first.seconds_elsewhere < first.step_seconds - 0.09
+    assert first.tokens_per_second == pytest.approx(
+        2048 / (first.step_seconds - first.seconds_elsewhere)
+    )
+    assert first.tokens_per_second_per_rank == first.tokens_per_second / 4
+    assert first.eta_seconds == pytest.approx(9 * first.step_seconds)
+    assert (second.step, second.tokens_seen, second.num_skipped_steps) == (2, 2000, 1)
+    assert second.max_load is None
+    assert second.eta_seconds == pytest.approx(8 * (first.step_seconds + second.step_seconds) / 2)
+
+
+def test_mfu_is_of_all_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pith_apps.run_log.peak_flops", lambda device: 1e12)
+    with open_log(tmp_path, flops_per_token=2e9) as log:
+        log_step(log)
+    (record,) = read_metrics(tmp_path)
+    assert record["mfu"] == pytest.approx(record["tokens_per_second"] * 2e9 / 4e12, rel=1e-12)
+    assert f"MFU {100 * record['mfu']:.1f}%" in StepRecord(**record).line("cuda")  # type: ignore
+    assert "tok/s/GPU" in StepRecord(**record).line("cuda")  # type: ignore
+
+
+def test_only_rank_0_prints_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_log(tmp_path, rank=3) as log:
+        log_step(log)
+        log.log_held_out(2.0, 5)
+        log.say("here\nand there")
+    assert capsys.readouterr().out == ""
+    assert [path.name for path in sorted(tmp_path.rglob("*.*"))] == ["rank_00003.log"]
+    lines = (tmp_path / "log" / "rank_00003.log").read_text().splitlines()
+    assert [line[20:] for line in lines] == ["here", "and there"]
+
+
+def test_resume_appends_without_repeating_steps(tmp_path: Path) -> None:
+    with open_log(tmp_path) as log:
+        log.log_held_out(8.0, 100)
+        for step in range(1, 7):
+            log_step(log, loss=float(step), num_targets=0 if step == 2 else 10)
+            if step % 3 == 0:
+                log.log_held_out(step / 7, 100)
+    before = read_metrics(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')  # a kill in the middle of a line
+    assert read_metrics(tmp_path) == before
+    with open_log(tmp_path, resumed_step=3, tokens_seen=20) as log:
+        log_step(log, loss=40.0, num_targets=10)
+    records = read_metrics(tmp_path)
+    assert [record["step"] for record in records] == [0, 1, 2, 3, 3, 4]
+    assert records[:5] == before[:5]
+    assert records[4]["held_out_loss"] == 3 / 7
+    assert (records[5]["loss"], records[5]["tokens_seen"]) == (40.0, 30)
+    assert records[5]["num_skipped_steps"] == 1
+    # A run that starts again from scratch in the same folder keeps nothing.
+    truncate_metrics(tmp_path, -1)
+    assert read_metrics(tmp_path) == []
+    assert read_metrics(tmp_path / "nowhere") == []
+
+
+def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"):
+        open_log(tmp_path / "file")
+
+
+def test_run_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "s3cret")
+    write_run_facts(tmp_path / "run", {"name": "x", "mesh": {"pp": 2}}, 4)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["mesh"] == {"pp": 2}
+    text = (tmp_path / "run" / "environment.json").read_text()
+    environment = json.loads(text)
+    assert environment["versions"]["torch"] == torch.__version__
+    assert environment["world_size"] == 4
+    assert "s3cret" not in text
+
+
+def test_peak_memory_is_in_bytes() -> None:
+    block = bytearray(64 << 20)
+    peak = peak_memory_bytes(CPU)
+    assert len(block) < peak < 64 << 30
+    assert peak > 100 << 20
+
+
+def test_format_seconds() -> None:
+    assert [format_seconds(s) for s in (0.4, 59.6, 3661, 90061)] == [
+        "0:00:00",
+        "0:01:00",
+        "1:01:01",
+        "1d 1:01:01",
+    ]
+
+
+def test_tensorboard_holds_the_scalars_and_no_step_twice(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with open_log(tmp_path, tensorboard=True) as log:
+        for step in range(1, 5):
+            log_step(log, loss=float(step))
+    time.sleep(1.1)  # event files are told apart by the second
+    with open_log(tmp_path, tensorboard=True, resumed_step=2) as log:
+        log_step(log, loss=30.0)
+        log.log_held_out(0.5, 1)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(e.step, e.value) for e in events.Scalars("held_out_loss")] == [(3, 0.5)]
+
+
+def test_missing_tensorboard_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match=r"pip install 'pith-apps\[tensorboard\]'"):
+        open_log(tmp_path, tensorboard=True)
