@@ -46,8 +46,10 @@ ALLOWED_LOOKUPS = {
 }
 """(module, function) -> why it may."""
 
-FILE_CONTENTS = {"CorpusMeta"}
-"""Dataclasses that mirror a file, written and read back whole: no options."""
+LAZY_FIELDS = {
+    ("StoredBlock", "read"): "makes the tensor when it is written, so one at a time is in memory",
+}
+"""(dataclass, field) that holds a function -> why; a table of the schedule or overlap never may."""
 
 PLAIN_OPERATORS = {"linear": "without a queue it is torch's own linear"}
 """Public functions with a fused path that need no reference of ours -> why."""
@@ -215,7 +217,8 @@ def test_tables_hold_no_callables():
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef) and dataclass_decorator(node):
                 for item in node.body:
-                    if isinstance(item, ast.AnnAssign) and "Callable" in ast.unparse(item):
+                    holds = isinstance(item, ast.AnnAssign) and "Callable" in ast.unparse(item)
+                    if holds and (node.name, ast.unparse(item.target)) not in LAZY_FIELDS:
                         found.append(f"{source.name}:{item.lineno} a field holds a callable")
     assert not found, "\n".join(found)
 
@@ -321,9 +324,9 @@ def test_every_option_is_read():
         f"{source.name}:{node.lineno} {node.name}.{name}"
         for source in source_files()
         for node in ast.walk(source.tree)
-        if isinstance(node, ast.ClassDef) and dataclass_decorator(node)
+        if isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "Arguments"))
         for name in field_docstrings(node)
-        if name not in read and node.name not in FILE_CONTENTS
+        if name not in read
     ]
     assert not unread, "\n".join(unread)
 

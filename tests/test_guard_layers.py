@@ -14,6 +14,7 @@ BIN = Path(sys.executable).parent
 
 PURE_PYTHON = {
     "pith_engine.schedule",
+    "pith_engine.schedule_check",
     "pith_engine.simulate",
     "pith_engine.overlap",
     "pith_engine.partition",
