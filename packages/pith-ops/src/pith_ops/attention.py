@@ -246,8 +246,7 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     match backend:
         case AttentionBackend.REFERENCE:
-            visible = _visible_keys(query, key, documents)
-            return _reference(query, key, value, scale, visible)
+            return attention_reference(query, key, value, scale=scale, documents=documents)
         case AttentionBackend.CUDNN:
             return _CudnnAttention.apply(query, key, value, scale)
         case AttentionBackend.FLASH if query.is_cuda:
@@ -259,6 +258,32 @@ def attention(
                 hidden = ~_visible_keys(query, key, documents)[:, None]
                 mask = query.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf)
             return _FlashCpu.apply(query, key, value, scale, mask)
+
+
+def attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The formula by plain autograd, in the accumulation dtype, the output rounded once.
+
+    Arguments and results as for `attention`; all `[B, Hq, S, K]` scores exist at once.
+    """
+    wide = accumulation_dtype(query.dtype)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    grouped = query.to(wide).unflatten(2, (key.shape[2], -1))
+    scores = torch.einsum("bihgd,bjhd->bhgij", grouped, key.to(wide)) * scale
+    hidden = ~_visible_keys(query, key, documents)
+    scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    # A query without keys: exp(-inf - 0) = 0, where exp(-inf - -inf) would be NaN.
+    shift = lse.masked_fill(lse == -torch.inf, 0.0)
+    probabilities = (scores - shift[..., None]).exp()
+    out = torch.einsum("bhgij,bjhd->bihgd", probabilities, value.to(wide))
+    return out.flatten(2, 3).to(query.dtype), lse.flatten(1, 2)
 
 
 def _check_operands(
@@ -334,22 +359,6 @@ def _sequence_offsets(query: Tensor, documents: Tensor) -> Tensor:
         0, batch * length + 1, length, dtype=documents.dtype, device=documents.device
     )
     return torch.cat([documents, sequences]).sort().values
-
-
-def _reference(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The formula, scores and probabilities in the accumulation dtype, rounded once."""
-    wide = accumulation_dtype(query.dtype)
-    grouped = query.to(wide).unflatten(2, (key.shape[2], -1))
-    scores = torch.einsum("bihgd,bjhd->bhgij", grouped, key.to(wide)) * scale
-    scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
-    lse = scores.logsumexp(-1)
-    # A query without keys: exp(-inf - 0) = 0, where exp(-inf - -inf) would be NaN.
-    shift = lse.masked_fill(lse == -torch.inf, 0.0)
-    probabilities = (scores - shift[..., None]).exp()
-    out = torch.einsum("bhgij,bjhd->bihgd", probabilities, value.to(wide))
-    return out.flatten(2, 3).to(query.dtype), lse.flatten(1, 2)
 
 
 class _FlashCpu(torch.autograd.Function):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear as torch_linear
+from torch.nn import functional
 
 from pith_ops.weight_grad import WeightGradEntry, WeightGradKind, WeightGradQueue
 
@@ -39,7 +39,7 @@ def linear(
         ValueError: deferring the gradient of a weight that is not a leaf.
     """
     if weight_grads is None or not (weight.requires_grad and torch.is_grad_enabled()):
-        return torch_linear(x, weight, bias)
+        return functional.linear(x, weight, bias)
     if not weight.is_leaf:
         raise ValueError(
             f"linear: the weight {list(weight.shape)} is computed from another tensor, so its "
@@ -55,7 +55,7 @@ class _DeferredLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.queue = queue
-        return torch_linear(x, weight, bias)
+        return functional.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
