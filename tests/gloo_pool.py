@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
 import pytest
@@ -61,9 +61,12 @@ class GlooPool:
         path = str(Path(function.__code__.co_filename).resolve())
         head = pickle.dumps((self._num_calls, path, function.__module__, function.__qualname__))
         body = pickle.dumps(args)
-        for connection in self._connections:
-            connection.send_bytes(head)
-            connection.send_bytes(body)
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send_bytes(head)
+                connection.send_bytes(body)
+            except (BrokenPipeError, ConnectionError):
+                self._fail(f"{function.__qualname__}: rank {rank} died before the call")
         return self._collect(timeout, function.__qualname__)
 
     def close(self) -> None:
@@ -82,26 +85,21 @@ class GlooPool:
         # The parent holds the store: the port is free for sure, and survives dying workers.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         folder = Path(tempfile.mkdtemp(prefix="gloo_pool_"))
-        key = os.urandom(16)
         environ = os.environ | {
             "OMP_NUM_THREADS": "1",
-            "GLOO_POOL_KEY": key.hex(),
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
         self._logs = [folder / f"rank{rank}.log" for rank in range(self.num_workers)]
-        with Listener(str(folder / "socket"), "AF_UNIX", self.num_workers, authkey=key) as listener:
-            for rank, log in enumerate(self._logs):
-                command = [sys.executable, __file__, listener.address, str(rank)]
-                command += [str(self.num_workers), str(self._store.port)]
-                with log.open("wb") as output:
-                    self._processes.append(
-                        subprocess.Popen(command, env=environ, stdout=output, stderr=output)
-                    )
-            accepted = {}
-            for _ in range(self.num_workers):
-                connection = listener.accept()
-                accepted[connection.recv()] = connection
-        self._connections = [accepted[rank] for rank in range(self.num_workers)]
+        for rank, log in enumerate(self._logs):
+            ours, theirs = Pipe()
+            command = [sys.executable, __file__, str(theirs.fileno()), str(rank)]
+            command += [str(self.num_workers), str(self._store.port)]
+            with theirs, log.open("wb") as output:
+                process = subprocess.Popen(
+                    command, env=environ, stdout=output, stderr=output, pass_fds=[theirs.fileno()]
+                )
+            self._connections.append(ours)
+            self._processes.append(process)
         self._collect(START_SECONDS, "start of the workers")
 
     def _collect(self, timeout: float, what: str) -> list:
@@ -148,17 +146,14 @@ def gloo_pool() -> GlooPool:
     return shared_pool()
 
 
-def _serve(address: str, rank: int, num_workers: int, port: int) -> None:
+def _serve(descriptor: int, rank: int, num_workers: int, port: int) -> None:
     """A worker's life: answer calls until the parent is gone."""
-    from multiprocessing.connection import Client
-
     import torch
     import torch.distributed as dist
 
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
-    connection = Client(address, "AF_UNIX", authkey=bytes.fromhex(os.environ["GLOO_POOL_KEY"]))
-    connection.send(rank)
+    connection = Connection(descriptor)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     connection.send_bytes(pickle.dumps((True, None)))
     while True:
@@ -194,4 +189,4 @@ def _load(path: str, module_name: str):
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    _serve(*(int(argument) for argument in sys.argv[1:]))

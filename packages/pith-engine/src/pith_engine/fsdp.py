@@ -1,0 +1,351 @@
+"""Fully sharded data parallelism: parameters in units that gather and reduce when they are told to.
+
+A unit (embedding, head with the final norm, each layer's dense part, each layer's experts) owns
+
+    shards      [n]           master dtype: this rank's block of every parameter
+    full        per parameter what layers read: compute dtype, or master dtype where the role says
+    full_grads  [m]           master dtype: `parameter.grad` is a view of it, and autograd and the
+                              deferred weight gradients add straight into it
+    grads       [n]           master dtype: the reduced gradient of `shards`
+
+A step is `gather()` (full <- all ranks' shards, full_grads <- 0), any number of backward passes,
+`reduce()` (grads <- sum over ranks of full_grads). Sums, never averages: each loss is divided by
+the global token count at its source, so an expert that received the tokens of all ep ranks and a
+dense weight that saw only its own rank's are both right as they are.
+
+Dense parameters are sharded over `mesh.data` (dp x cp x ep), experts over `mesh.expert_data`
+(dp x cp) after ep has split them. A block is what `torch.chunk` gives along dim 0, or along the
+last dim when dim 0 has fewer rows than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective
+moves a whole unit. Its buffer has one row a rank; a parameter has the same columns in every row,
+as many as the largest block needs.
+
+torch's `fully_shard` does not serve: driven by hand it needs private members that change between
+releases, it cannot sum on gloo, and it loses weight gradients that arrive after its hooks ran.
+
+The trap: `parameter.grad` must stay the view it is. Setting it to None (`zero_grad`) would send
+gradients elsewhere; `reduce` checks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from pith_engine.contract import DeclaredParameter, ModelChunk, Role
+from pith_engine.mesh import Axis, Mesh
+from pith_engine.runtime import all_gather, reduce_scatter
+
+ALIGNMENT = 64
+"""Elements to which blocks are padded, so that every view starts on a boundary of 128 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardedParameter:
+    """One stored parameter: this rank's block of it, and the whole that layers read."""
+
+    name: str
+    """Stored name, unique over the whole model: `layers.3.experts.gate_up`."""
+    role: Role
+    """What it is."""
+    std: float | None
+    """Standard deviation of its initial values; None for a constant."""
+    parts: tuple[str, ...]
+    """Last name components of its canonical tensors, along the last dim but one."""
+    global_shape: tuple[int, ...]
+    """Shape over the whole mesh: for experts dim 0 counts those of all ep ranks."""
+    offsets: tuple[int, ...]
+    """Where this rank's block starts in `global_shape`."""
+    shard_dim: int
+    """The dim along which `shard_axis` splits it."""
+    shard_axis: Axis
+    """The ranks among which it is split."""
+    full: nn.Parameter = field(repr=False)
+    """The gathered parameter; `full.grad` is a view of the unit's gradient buffer."""
+    shard: Tensor = field(repr=False)
+    """This rank's block in the master dtype; may be empty."""
+    grad: Tensor = field(repr=False)
+    """The block's gradient in the master dtype, valid after `Unit.reduce`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanonicalBlock:
+    """The part of one canonical tensor that this rank holds."""
+
+    name: str
+    """Canonical name: the stored one, or with its last component replaced by the part's."""
+    tensor: Tensor
+    """A view of the block; may be empty."""
+    global_shape: tuple[int, ...]
+    """Shape of the canonical tensor over the whole mesh."""
+    offsets: tuple[int, ...]
+    """Where the block starts in it."""
+
+
+class Unit:
+    """Parameters that are gathered and reduced together.
+
+    Attributes:
+        name: such as `layers.3` or `layers.3.experts`.
+        parameters: its parameters, those of one gathered dtype next to each other.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        declared: dict[str, DeclaredParameter],
+        mesh: Mesh,
+        *,
+        compute_dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """Allocate the buffers; parameters hold NaN until the first `gather`.
+
+        Args:
+            name: name of the unit.
+            declared: stored name -> declaration; all experts or none.
+            mesh: the mesh.
+            compute_dtype: dtype of the gathered parameters; the master dtype is fp32, or float64
+                for float64.
+            device: where everything lives.
+        """
+        self.name = name
+        master = torch.float64 if compute_dtype == torch.float64 else torch.float32
+        self._axis = mesh.expert_data if _is_expert_unit(name, declared) else mesh.data
+        order = sorted(declared, key=lambda n: declared[n].role.keeps_fp32)
+        self._slots: list[_Slot] = []
+        column = grad_start = 0
+        for stored in order:
+            slot = _Slot(tuple(declared[stored].shape), self._axis, column, grad_start)
+            self._slots.append(slot)
+            column += _aligned(slot.width)
+            grad_start += _aligned(slot.padded)
+        self._shards = torch.zeros(column, dtype=master, device=device)
+        self._full_grads = torch.zeros(grad_start, dtype=master, device=device)
+        # A single rank's gradient is whole already: the blocks are the full buffer itself.
+        alone = self._axis.size == 1
+        self._grads = self._full_grads if alone else torch.zeros_like(self._shards)
+        self._buffers: list[Tensor] = []
+        self.parameters: list[ShardedParameter] = []
+        for stored, slot in zip(order, self._slots, strict=True):
+            declaration = declared[stored]
+            dtype = master if declaration.role.keeps_fp32 else compute_dtype
+            buffer = torch.full((slot.padded,), torch.nan, dtype=dtype, device=device)
+            full = nn.Parameter(slot.whole(buffer))
+            full.grad_dtype = master
+            full.grad = slot.whole(self._full_grads[slot.grad_start :])
+            grad_column = slot.grad_start if alone else slot.column
+            shard = slot.block(self._shards[slot.column :])
+            shard.grad = slot.block(self._grads[grad_column:])
+            offsets, global_shape = [0] * len(slot.shape), list(slot.shape)
+            offsets[slot.dim] = slot.bounds[self._axis.rank][0]
+            if declaration.role.is_expert:
+                offsets[0] += mesh.ep.rank * slot.shape[0]
+                global_shape[0] *= mesh.ep.size
+            self._buffers.append(buffer)
+            self.parameters.append(
+                ShardedParameter(
+                    name=stored,
+                    role=declaration.role,
+                    std=declaration.std,
+                    parts=declaration.parts,
+                    global_shape=tuple(global_shape),
+                    offsets=tuple(offsets),
+                    shard_dim=slot.dim,
+                    shard_axis=self._axis,
+                    full=full,
+                    shard=shard,
+                    grad=shard.grad,
+                )
+            )
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Open a step: copy all ranks' shards into the full parameters, zero the gradients."""
+        self._full_grads.zero_()
+        if self._axis.size == 1:
+            for parameter in self.parameters:
+                parameter.full.copy_(parameter.shard)
+            return
+        entries = zip(self._slots, self._buffers, self.parameters, strict=True)
+        for dtype, group in groupby(entries, key=lambda entry: entry[1].dtype):
+            bucket = list(group)
+            start = bucket[0][0].column
+            stop = bucket[-1][0].column + _aligned(bucket[-1][0].width)
+            own = self._shards[start:stop].to(dtype)
+            gathered = own.new_empty(self._axis.size * (stop - start))
+            all_gather(gathered, own, self._axis)
+            rows = gathered.view(self._axis.size, -1)
+            for slot, buffer, parameter in bucket:
+                column = slot.column - start
+                slot.unpack(rows[:, column : column + slot.width], buffer, parameter.full)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Close a step: `grad` of every parameter becomes the sum over the ranks of its axis.
+
+        Raises:
+            RuntimeError: something replaced `.grad` of a full parameter.
+        """
+        for slot, parameter in zip(self._slots, self.parameters, strict=True):
+            grad, start = parameter.full.grad, self._full_grads[slot.grad_start :]
+            if grad is None or grad.data_ptr() != start.data_ptr():
+                raise RuntimeError(
+                    f"{parameter.name}.grad was replaced; its unit owns it (no zero_grad)"
+                )
+        if self._axis.size == 1:
+            return
+        packed = self._shards.new_zeros(self._axis.size, self._shards.numel())
+        for slot in self._slots:
+            columns = packed[:, slot.column : slot.column + slot.width]
+            slot.pack(self._full_grads[slot.grad_start :], columns)
+        reduce_scatter(self._grads, packed.view(-1), self._axis)
+
+
+def shard_chunks(
+    chunks: list[ModelChunk], mesh: Mesh, *, compute_dtype: torch.dtype, device: torch.device
+) -> list[Unit]:
+    """Replace the declared parameters of this rank's chunks by real ones, owned by units.
+
+    Units come in the order of the chunks: embedding, `layers.N`, `layers.N.experts`, head.
+
+    Args:
+        chunks: modules on the meta device whose parameters all come from `declare`.
+        mesh: the mesh.
+        compute_dtype: bf16, fp32 or float64.
+        device: where parameters live; `meta` allocates nothing, for plans.
+
+    Raises:
+        ValueError: a parameter was not declared, or is used under two names.
+    """
+    units = []
+    for chunk in chunks:
+        members: dict[str, dict[str, DeclaredParameter]] = {}
+        for name, parameter in chunk.named_parameters(remove_duplicate=False):
+            if not isinstance(parameter, DeclaredParameter):
+                raise ValueError(f"parameter {name}: every parameter comes from declare()")
+            members.setdefault(_unit_name(name, parameter.role), {})[name] = parameter
+        all_declared = [p for group in members.values() for p in group.values()]
+        if len({id(p) for p in all_declared}) < len(all_declared):
+            raise ValueError("a parameter has two names in one chunk: tied weights are not offered")
+        for unit_name, declared in members.items():
+            unit = Unit(unit_name, declared, mesh, compute_dtype=compute_dtype, device=device)
+            units.append(unit)
+            for sharded in unit.parameters:
+                module, _, attribute = sharded.name.rpartition(".")
+                setattr(chunk.get_submodule(module), attribute, sharded.full)
+    return units
+
+
+def sharded_parameters(units: list[Unit]) -> list[ShardedParameter]:
+    """All parameters of the units, in order."""
+    return [parameter for unit in units for parameter in unit.parameters]
+
+
+def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[CanonicalBlock]:
+    """Cut a tensor shaped like the shard (value, gradient, moment) into canonical tensors.
+
+    A part is an equal share of the last dim but one; a block that lies in other parts only gives
+    an empty one.
+    """
+    if not parameter.parts:
+        yield CanonicalBlock(
+            name=parameter.name,
+            tensor=tensor,
+            global_shape=parameter.global_shape,
+            offsets=parameter.offsets,
+        )
+        return
+    prefix = parameter.name.rpartition(".")[0]
+    rows, rest = divmod(parameter.global_shape[-2], len(parameter.parts))
+    assert rest == 0, f"{parameter.name}: parts of equal size"
+    start = parameter.offsets[-2]
+    stop = start + tensor.shape[-2]
+    for index, part in enumerate(parameter.parts):
+        first = min(max(start, index * rows), (index + 1) * rows)
+        last = max(first, min(stop, (index + 1) * rows))
+        begin = min(first - start, tensor.shape[-2]) if last > first else 0
+        global_shape, offsets = list(parameter.global_shape), list(parameter.offsets)
+        global_shape[-2], offsets[-2] = rows, first - index * rows
+        yield CanonicalBlock(
+            name=f"{prefix}.{part}" if prefix else part,
+            tensor=tensor.narrow(-2, begin, last - first),
+            global_shape=tuple(global_shape),
+            offsets=tuple(offsets),
+        )
+
+
+def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """Start and stop of a rank's share of `size` rows, as `torch.chunk` cuts; may be empty."""
+    share = -(-size // num_ranks)
+    return min(rank * share, size), min((rank + 1) * share, size)
+
+
+class _Slot:
+    """Where one parameter lies in its unit's buffers.
+
+    In a row of the communication buffer it has `width` columns from `column` on; a rank's block
+    is stored contiguously at their start. Split along dim 0, the rows' columns one after the other
+    are the whole tensor, which is why full buffers have room for `padded` elements.
+    """
+
+    def __init__(self, shape: tuple[int, ...], axis: Axis, column: int, grad_start: int):
+        self.shape, self.column, self.grad_start = shape, column, grad_start
+        self.dim = 0 if shape[0] >= axis.size else len(shape) - 1
+        self.bounds = [chunk_bounds(shape[self.dim], axis.size, r) for r in range(axis.size)]
+        self._rank = axis.rank
+        self.width = prod(self._block_shape(0))
+        self.padded = self.width * axis.size
+
+    def whole(self, buffer: Tensor) -> Tensor:
+        """The parameter as a view of the start of a full buffer."""
+        return buffer[: prod(self.shape)].view(self.shape)
+
+    def block(self, row: Tensor) -> Tensor:
+        """This rank's block as a view of the start of its columns."""
+        shape = self._block_shape(self._rank)
+        return row[: prod(shape)].view(shape)
+
+    def unpack(self, columns: Tensor, buffer: Tensor, full: Tensor) -> None:
+        """Full parameter <- gathered columns `[ranks, width]`."""
+        if self.dim == 0:
+            buffer.view(columns.shape).copy_(columns)
+            return
+        shapes = [self._block_shape(rank) for rank in range(len(self.bounds))]
+        blocks = [row[: prod(s)].view(s) for row, s in zip(columns, shapes, strict=True)]
+        torch.cat(blocks, dim=self.dim, out=full)
+
+    def pack(self, buffer: Tensor, columns: Tensor) -> None:
+        """Columns `[ranks, width]`, zero before <- full gradient buffer."""
+        if self.dim == 0:
+            columns.copy_(buffer[: self.padded].view(columns.shape))
+            return
+        whole = self.whole(buffer)
+        for row, (start, stop) in zip(columns, self.bounds, strict=True):
+            block = whole.narrow(self.dim, start, stop - start)
+            row[: block.numel()].view(block.shape).copy_(block)
+
+    def _block_shape(self, rank: int) -> tuple[int, ...]:
+        shape = list(self.shape)
+        start, stop = self.bounds[rank]
+        shape[self.dim] = stop - start
+        return tuple(shape)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _is_expert_unit(name: str, declared: dict[str, DeclaredParameter]) -> bool:
+    kinds = {declaration.role.is_expert for declaration in declared.values()}
+    assert len(kinds) == 1, f"unit {name} mixes experts with others"
+    return kinds.pop()
+
+
+def _unit_name(name: str, role: Role) -> str:
+    if not name.startswith("layers."):
+        return "embedding" if role is Role.EMBEDDING else "head"
+    layer = ".".join(name.split(".")[:2])
+    return f"{layer}.experts" if role.is_expert else layer

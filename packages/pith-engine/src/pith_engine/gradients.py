@@ -1,0 +1,73 @@
+"""What stands between the backward and the optimizer: one token count, one norm, one check.
+
+    count_targets    N = non-ignored targets of the global batch; every loss is divided by it at its
+                     source, so gradients are final when they have been summed
+    global_norm      sqrt(sum over all elements of all gradients of g^2)
+    clip_gradients   g <- g * min(1, max_norm / norm), the same factor everywhere
+
+Every gradient element lives on exactly one rank of the mesh: dense blocks are split over
+dp x cp x ep, experts over ep and dp x cp, stages over pp. Summing the squares of the local blocks
+over the whole mesh therefore counts each once, whatever the mesh.
+
+The trap: clipping passes a NaN on (`min(1, nan)` is NaN) and one NaN destroys every weight, so
+`raise_if_not_finite` comes before the optimizer, on all ranks at once.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from pith_engine.contract import IGNORED_TARGET, Batch
+from pith_engine.fsdp import ShardedParameter
+from pith_engine.mesh import Mesh
+from pith_engine.runtime import all_reduce, gather_objects
+
+
+def count_targets(batches: Iterable[Batch], mesh: Mesh) -> int:
+    """Non-ignored targets of the global batch: this rank's, summed over dp x cp x ep."""
+    counts = [(batch.targets != IGNORED_TARGET).sum() for batch in batches]
+    return int(all_reduce(torch.stack(counts).sum(), mesh.data).item())
+
+
+def global_norm(parameters: Sequence[ShardedParameter], mesh: Mesh) -> Tensor:
+    """L2 norm of the gradient of the whole model: a float64 scalar, equal on every rank."""
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    squares = norm.to(parameters[0].grad.device, torch.float64).square()
+    return all_reduce(squares, mesh.world).sqrt()
+
+
+def clip_gradients(parameters: Sequence[ShardedParameter], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients in place by min(1, max_norm / norm); no host sync.
+
+    Args:
+        parameters: their `grad` is scaled.
+        norm: from `global_norm`.
+        max_norm: the largest norm that is left as it is.
+    """
+    scale = (max_norm / norm).clamp(max=1.0)
+    for parameter in parameters:
+        parameter.grad.mul_(scale)
+
+
+def raise_if_not_finite(
+    parameters: Sequence[ShardedParameter], norm: Tensor, step: int, mesh: Mesh
+) -> None:
+    """Stop on every rank of the mesh when the gradient norm is NaN or infinite.
+
+    Raises:
+        FloatingPointError: names the step and the parameters, the same message on every rank.
+    """
+    if torch.isfinite(norm).item():
+        return
+    found = []
+    for parameter in parameters:
+        bad = parameter.grad.numel() - int(torch.isfinite(parameter.grad).sum())
+        if bad:
+            found.append(f"{parameter.name} on rank {mesh.rank} ({bad} elements)")
+    everywhere = [entry for entries in gather_objects(found, mesh.world) for entry in entries]
+    where = ", ".join(everywhere[:5]) or "no parameter: the norm itself overflows"
+    more = f" and {len(everywhere) - 5} more" if len(everywhere) > 5 else ""
+    raise FloatingPointError(
+        f"step {step}: gradient not finite in {where}{more}; the update is not applied"
+    )

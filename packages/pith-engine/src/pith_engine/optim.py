@@ -1,0 +1,117 @@
+"""AdamW on this rank's shards (Loshchilov and Hutter, arXiv 1711.05101).
+
+    m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
+    w <- w - lr * wd * w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+Weight decay acts on matrices only (`Role.is_decayed`); norms, biases and sinks keep their values
+when their gradients are zero. All state is local and elementwise, so a mesh changes nothing.
+
+torch's fused kernel does the arithmetic, called as a function: the state lives here, allocated from
+the start and named like the parameters, where a checkpoint can read it before the first step and
+no parameter order has to match between ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from pith_engine.fsdp import ShardedParameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """Constants of AdamW; the learning rate is given at each step."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices, multiplied by the learning rate."""
+
+    def __post_init__(self):
+        wrong = []
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            wrong.append(f"optimizer.betas = {self.betas}: each from 0 to below 1")
+        if self.eps <= 0.0:
+            wrong.append(f"optimizer.eps = {self.eps}: above 0")
+        if self.weight_decay < 0.0:
+            wrong.append(f"optimizer.weight_decay = {self.weight_decay}: 0 or more")
+        if wrong:
+            raise ValueError("\n".join(wrong))
+
+
+class AdamW:
+    """The optimizer of one rank.
+
+    Attributes:
+        num_steps: updates done; set it when resuming.
+    """
+
+    num_steps: int
+
+    def __init__(self, parameters: Sequence[ShardedParameter], config: AdamWConfig):
+        """Allocate both moments of every shard.
+
+        Raises:
+            ValueError: two parameters have one name.
+        """
+        names = [parameter.name for parameter in parameters]
+        if len(set(names)) < len(names):
+            raise ValueError("optimizer: two parameters have one name")
+        self.num_steps = 0
+        self._config = config
+        self._parameters = list(parameters)
+        self._moments = {
+            parameter.name: {
+                "exp_avg": torch.zeros_like(parameter.shard),
+                "exp_avg_sq": torch.zeros_like(parameter.shard),
+            }
+            for parameter in parameters
+        }
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Stored name -> `exp_avg` and `exp_avg_sq`, the live tensors, shaped like the shard."""
+        return self._moments
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update all shards from their gradients.
+
+        Args:
+            lr: learning rate of this step.
+        """
+        decayed = [p for p in self._parameters if p.role.is_decayed]
+        others = [p for p in self._parameters if not p.role.is_decayed]
+        self._update(decayed, lr, self._config.weight_decay)
+        self._update(others, lr, 0.0)
+        self.num_steps += 1
+
+    def _update(self, members: list[ShardedParameter], lr: float, weight_decay: float) -> None:
+        members = [parameter for parameter in members if parameter.shard.numel()]
+        if not members:
+            return
+        moments = [self._moments[parameter.name] for parameter in members]
+        # The kernel adds one to each parameter's count of steps before it uses it.
+        count = float(self.num_steps)
+        steps = torch.full((len(members),), count, device=members[0].shard.device).unbind()
+        beta1, beta2 = self._config.betas
+        adamw(
+            [parameter.shard for parameter in members],
+            [parameter.grad for parameter in members],
+            [moment["exp_avg"] for moment in moments],
+            [moment["exp_avg_sq"] for moment in moments],
+            [],
+            list(steps),
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self._config.eps,
+            maximize=False,
+        )
