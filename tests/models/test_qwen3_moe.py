@@ -63,8 +63,10 @@ class Promote(TorchFunctionMode):
 def make_theirs(fields: dict[str, object], dtype: torch.dtype) -> Qwen3MoeForCausalLM:
     """A model with weights large enough that a wrong detail shows, norms off 1."""
     torch.manual_seed(7)
-    model = Qwen3MoeForCausalLM(TheirConfig(**{**TINY, **fields}, attn_implementation="eager"))
-    model = model.to(dtype)
+    config = TheirConfig(
+        **{**TINY, **fields}, attn_implementation="eager", experts_implementation="eager"
+    )
+    model = Qwen3MoeForCausalLM(config).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
