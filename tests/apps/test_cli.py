@@ -48,7 +48,7 @@ def test_no_arguments_print_the_usage(capsys):
     [
         (["pretain", "demo"], ["did you mean 'pretrain'?"]),
         (["pretrain", "dmeo"], ["did you mean 'demo'?"]),
-        (["pretrain"], ["a recipe comes first", "qwen3-30b-a3b"]),
+        (["pretrain"], ["a recipe comes first", "pith pretrain demo"]),
         (["pretrain", "--train.steps", "4"], ["a recipe comes first"]),
         (["pretrain", "demo", "--train.stesp", "4"], ["--train.stesp", "--train.steps INT"]),
         (["pretrain", "demo", "--train.steps", "four"], ["--train.steps", "four"]),

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pith_apps.checks import check_run, violations
 from pith_apps.config import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
-    Machine,
     RunConfig,
-    check_run,
     config_record,
-    violations,
 )
 from pith_apps.corpus import tokenize_files, train_tokenizer
+from pith_apps.plan import Machine
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
 from pith_engine.balance import BalanceConfig
 from pith_engine.lr import LearningRateConfig
@@ -111,7 +110,7 @@ def test_corpora_that_do_not_serve(run, corpora, tmp_path):
     short = replace(run, data=replace(run.data, training=corpora / "short"))
     (found,) = violations(short, machine())
     assert "data.training" in found
-    assert "fewer than the 8 of one step" in found
+    assert "fewer than the batch of 8" in found
     missing = replace(run, data=replace(run.data, held_out=tmp_path / "none"))
     (found,) = violations(missing, machine())
     assert "data.held_out" in found

@@ -4,7 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pith_apps.config import DataConfig, Machine, violations
+from pith_apps.checks import violations
+from pith_apps.config import DataConfig
+from pith_apps.plan import Machine
 from pith_apps.recipes.demo import demo, demo_mesh, demo_model
 from pith_apps.recipes.load import BUILT_IN_RECIPES, load_recipe
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b
@@ -44,7 +46,7 @@ def test_qwen3_30b_a3b_has_the_released_size():
     """30.5 B parameters, 3.3 B active: Qwen3 technical report, arXiv 2505.09388, table 2."""
     counts = parameter_counts(qwen3_30b_a3b().model)
     assert counts.total == 30_532_122_624
-    assert round(counts.active / 1e9, 1) == 3.3
+    assert 3.3e9 <= counts.active < 3.4e9
 
 
 def test_an_unknown_recipe_names_the_nearest():

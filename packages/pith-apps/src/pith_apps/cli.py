@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from pith_apps.config import RunConfig
+Arguments = TypeVar("Arguments")
+"""A frozen dataclass of options."""
 
 USAGE = """\
 usage: pith VERB ...
@@ -103,6 +103,8 @@ def _run_verb(verb: str, rest: list[str]) -> int:
             return _tokenize(rest)
         case "pretrain" | "evaluate":
             return _run_in_ranks(verb, rest)
+        case "parity":
+            return _parity(rest)
     near = get_close_matches(verb, VERBS, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"there is no such verb: {hint}allowed are {', '.join(VERBS)}")
@@ -131,56 +133,76 @@ def _tokenize(rest: list[str]) -> int:
 
 def _run_in_ranks(verb: str, rest: list[str]) -> int:
     """Check the run, then be one rank of it or start the ranks."""
-    from pith_apps.config import check_run
+    from pith_apps.checks import check_resume, check_run
+    from pith_apps.evaluate import evaluate
     from pith_apps.launch import find_machine, is_rank, launch
+    from pith_apps.pretrain import pretrain
+    from pith_apps.recipes.load import load_recipe
 
-    config = _parse_recipe(verb, rest)
-    machine = find_machine(config, os.environ)
+    recipe, options = _split_recipe(verb, rest)
+    config = _parse(verb, load_recipe(recipe), options)
+    machine = find_machine(config.nproc or config.mesh.world_size, os.environ)
     check_run(config, machine)
+    if verb == "pretrain":
+        check_resume(config)
     if not is_rank(os.environ) and machine.world_size > 1:
-        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         return launch(machine.world_size, [verb, *rest])
-    match verb:
-        case "pretrain":
-            from pith_apps.pretrain import pretrain
-
-            return pretrain(config)
-        case "evaluate":
-            from pith_apps.evaluate import evaluate
-
-            return evaluate(config)
-    raise AssertionError(f"no arm runs the verb {verb}")
+    return pretrain(config, machine) if verb == "pretrain" else evaluate(config)
 
 
-def _parse_recipe(verb: str, rest: list[str]) -> "RunConfig":
-    """The recipe's configuration with the fields of the command line in place."""
-    from tyro import cli as parse
-    from tyro.conf import AvoidSubcommands
+def _parity(rest: list[str]) -> int:
+    """As `_run_in_ranks`, with as many ranks as the largest mesh has."""
+    from pith_engine.mesh import parse_mesh
 
-    from pith_apps.config import RunConfig
-    from pith_apps.recipes.load import BUILT_IN_RECIPES, load_recipe
+    from pith_apps.arguments import ParityArguments
+    from pith_apps.checks import check_device
+    from pith_apps.config import torch_dtype
+    from pith_apps.launch import find_machine, is_rank, launch
+    from pith_apps.parity import check_parity, parity_worker
+    from pith_apps.recipes.load import load_recipe
+    from pith_apps.trainer import joined_group
 
+    recipe, options = _split_recipe("parity", rest)
+    arguments = _parse("parity", ParityArguments(config=load_recipe(recipe)), options)
+    config, meshes = arguments.config, tuple(parse_mesh(label) for label in arguments.meshes)
+    check_parity(config, meshes)
+    machine = find_machine(max(mesh.world_size for mesh in meshes), os.environ)
+    check_device(config, machine)
+    if not is_rank(os.environ) and machine.world_size > 1:
+        return launch(machine.world_size, ["parity", *rest])
+    with joined_group(config) as device:
+        agrees = parity_worker(config, meshes, torch_dtype(arguments.dtype), device)
+    return 0 if agrees else 1
+
+
+def _split_recipe(verb: str, rest: list[str]) -> tuple[str, list[str]]:
+    """The recipe, which comes first, and the options after it."""
     match rest:
         case [recipe, *options] if not recipe.startswith("-"):
-            _refuse_repeated(options)
-            return parse(
-                AvoidSubcommands[RunConfig],
-                default=load_recipe(recipe),
-                args=options,
-                prog=f"pith {verb} {recipe}",
-            )
+            return recipe, options
     raise ValueError(
-        f"a recipe comes first: {', '.join(BUILT_IN_RECIPES)} or the path of a Python file; "
-        f"`pith {verb} demo --help` lists the options"
+        f"a recipe comes first, as in `pith {verb} demo`: a built-in name or the path of a Python "
+        f"file; `pith {verb} demo --help` lists the options"
     )
 
 
-def _refuse_repeated(options: list[str]) -> None:
-    """An option given twice is a mistake: one of the two values would be ignored."""
+def _parse(verb: str, default: Arguments, options: list[str]) -> Arguments:
+    """`default` with the fields that the command line names replaced."""
+    from tyro import cli as parse
+    from tyro.conf import AvoidSubcommands
+
     names = [option.split("=")[0].replace("_", "-") for option in options if option[:2] == "--"]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
+        # One of the two values would be ignored.
         raise ValueError(f"given more than once: {', '.join(twice)}; keep one")
+    return parse(
+        type(default),
+        default=default,
+        args=options,
+        prog=f"pith {verb} RECIPE",
+        config=(AvoidSubcommands,),
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One run as one frozen dataclass tree, and every reason why it cannot start.
+"""One run as one frozen dataclass tree.
 
 A recipe is a Python function that returns a `RunConfig`; the command line overrides its fields
 (`--train.steps 4`). The docstring under a field is its `--help` text, so an option is added by
@@ -9,29 +9,22 @@ How a step is cut into micro-batches, with B = `train.batch`, b = `train.micro_b
 
     B sequences = R batch ranks * N micro-batches a rank * b sequences,     N >= 2 * pp
 
-`violations` is a pure function of the configuration, the machine and the corpus' metadata. It
-reports everything at once, before a process group is made or a file is written. The trap: a check
-inside a dataclass' `__post_init__` reports alone, because the tree does not exist yet; whatever
-relates two fields to one another therefore stands here.
+The trap: a field's own range may be checked in its dataclass, but whatever relates two fields, or
+a field and the machine, belongs into `checks.py`, which reports everything at once.
 """
 
 import dataclasses
-import os
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pith_engine.balance import BalanceConfig
 from pith_engine.lr import LearningRateConfig
-from pith_engine.mesh import MeshConfig, mesh_violations
+from pith_engine.mesh import MeshConfig
 from pith_engine.optim import AdamWConfig
 from pith_models.build import ModelConfig
-from pith_ops.attention import choose_attention_backend
-from torch import device as Device
-
-from pith_apps.corpus import Corpus, tokenizer_hash
-from pith_apps.data import data_violations
 
 STANDARD_LIBRARY_VOCABULARY = 4096
 """Entries of the tokenizer that `data.standard_library` trains."""
@@ -146,6 +139,11 @@ class RunConfig:
         return self.runs_folder / self.name
 
     @property
+    def checkpoint_folder(self) -> Path:
+        """Where its checkpoints stand."""
+        return self.run_folder / "checkpoints"
+
+    @property
     def folders(self) -> "DataFolders":
         """Where the corpora and their tokenizer are.
 
@@ -190,21 +188,14 @@ class DataFolders:
     """Tokenizer folder of both."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What a run finds to run on."""
-
-    world_size: int
-    """Processes of the run, all nodes together."""
-    processes_here: int
-    """Processes of the run on this node."""
-    num_gpus: int
-    """GPUs that this node shows."""
-
-
 def compute_dtype(config: RunConfig) -> torch.dtype:
     """The torch dtype that `train.dtype` names."""
-    match config.train.dtype:
+    return torch_dtype(config.train.dtype)
+
+
+def torch_dtype(name: Literal["bf16", "fp32", "fp64"]) -> torch.dtype:
+    """The torch dtype of this name."""
+    match name:
         case "bf16":
             return torch.bfloat16
         case "fp32":
@@ -213,194 +204,6 @@ def compute_dtype(config: RunConfig) -> torch.dtype:
             return torch.float64
 
 
-def check_run(config: RunConfig, machine: Machine) -> None:
-    """Refuse a run that cannot work.
-
-    Raises:
-        ValueError: names every violation: field, value, what is allowed, the fix.
-    """
-    found = violations(config, machine)
-    if found:
-        lines = "".join(f"\n  - {violation}" for violation in found)
-        raise ValueError(f"{len(found)} reason(s) why run {config.name!r} cannot start:{lines}")
-
-
-def violations(config: RunConfig, machine: Machine) -> list[str]:
-    """Everything that is wrong with running `config` on `machine`; empty when nothing is."""
-    out_of_range = _range_violations(config)
-    found = out_of_range + _place_violations(config, machine)
-    if not out_of_range:
-        found += mesh_violations(
-            config.mesh,
-            world_size=machine.world_size,
-            num_experts=config.model.num_experts,
-            num_layers=config.model.num_hidden_layers,
-            num_micro_batches=config.num_micro_batches,
-        )
-        found += _model_violations(config) + _data_violations(config)
-    return found
-
-
-def config_record(config: RunConfig) -> dict[str, object]:
+def config_record(config: RunConfig) -> dict[str, Any]:
     """The tree as plain JSON values, for `config.json` and a checkpoint's manifest."""
-
-    def plain(value: object) -> object:
-        match value:
-            case dict():
-                return {key: plain(item) for key, item in value.items()}
-            case tuple() | list():
-                return [plain(item) for item in value]
-            case Path():
-                return str(value)
-            case _:
-                return value
-
-    return {key: plain(value) for key, value in dataclasses.asdict(config).items()}
-
-
-def _range_violations(config: RunConfig) -> list[str]:
-    """Numbers that are out of range whatever the rest says."""
-    at_least = [
-        ("nproc", config.nproc, 1),
-        ("train.steps", config.train.steps, 1),
-        ("train.batch", config.train.batch, 1),
-        ("train.micro_batch", config.train.micro_batch, 1),
-        ("train.sequence_length", config.train.sequence_length, 1),
-        ("train.seed", config.train.seed, 0),
-        ("evaluation.interval", config.evaluation.interval, 0),
-        ("evaluation.sequences", config.evaluation.sequences, 1),
-        ("checkpoint.interval", config.checkpoint.interval, 0),
-        ("checkpoint.keep", config.checkpoint.keep, 1),
-    ]
-    found = [
-        f"{path} is {value}: allowed are whole numbers from {least}; set --{path} {least} or more"
-        for path, value, least in at_least
-        if value is not None and value < least
-    ]
-    for path, value in [
-        ("timeout", config.timeout),
-        ("train.max_grad_norm", config.train.max_grad_norm),
-    ]:
-        if not value > 0:
-            found.append(f"{path} is {value}: allowed are numbers above 0; set --{path} 1")
-    return found
-
-
-def _place_violations(config: RunConfig, machine: Machine) -> list[str]:
-    """A run folder that cannot be written, processes that have no device."""
-    found = []
-    if config.name in ("", ".", "..") or Path(config.name).name != config.name:
-        found.append(
-            f"name is {config.name!r}: allowed is the name of one folder; set --name my-run"
-        )
-    existing = config.run_folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        found.append(
-            f"runs_folder is {str(config.runs_folder)!r}: {existing} is not a folder that this user"
-            f" can write to; set --runs-folder to one that is"
-        )
-    if config.train.device == "cuda" and machine.processes_here > machine.num_gpus:
-        found.append(
-            f"train.device is 'cuda' with {machine.processes_here} processes here: this machine "
-            f"shows {machine.num_gpus} GPU(s), one process each; "
-            + (
-                f"use a mesh of {machine.num_gpus} ranks or --train.device cpu"
-                if machine.num_gpus
-                else "set --train.device cpu --train.dtype fp32"
-            )
-        )
-    return found
-
-
-def _model_violations(config: RunConfig) -> list[str]:
-    """Sizes that do not fit together, an attention backend that is not there."""
-    model, num_chunks, batch = config.model, 2 * config.mesh.pp, config.train.batch
-    found = []
-    if batch % config.train.micro_batch:
-        above = batch + config.train.micro_batch - batch % config.train.micro_batch
-        found.append(
-            f"train.batch is {batch}: allowed are multiples of train.micro_batch "
-            f"{config.train.micro_batch}; set --train.batch {above}"
-        )
-    chosen = config.layers_per_chunk
-    if chosen is not None and (
-        len(chosen) != num_chunks or min(chosen) < 1 or sum(chosen) != model.num_hidden_layers
-    ):
-        found.append(
-            f"layers_per_chunk is {chosen}: allowed are {num_chunks} numbers (2 * pp) from 1 that "
-            f"add up to {model.num_hidden_layers} layers; leave it out to balance by cost"
-        )
-    if config.train.sequence_length > model.max_position_embeddings:
-        found.append(
-            f"train.sequence_length is {config.train.sequence_length}: the model has positions up "
-            f"to model.max_position_embeddings {model.max_position_embeddings}"
-        )
-    try:
-        choose_attention_backend(
-            config.train.attention,
-            Device(config.train.device),
-            compute_dtype(config),
-            model.head_dim,
-            model.head_dim,
-            packed=False,
-        )
-    except ValueError as error:
-        found.append(f"train.attention is {config.train.attention!r}: {error}")
-    return found
-
-
-def _data_violations(config: RunConfig) -> list[str]:
-    """Corpora that are missing, damaged, too short or of another tokenizer."""
-    data, vocab_size = config.data, config.model.vocab_size
-    found = []
-    if data.standard_library and (data.training or data.held_out or data.tokenizer):
-        found.append(
-            "data.standard_library is True beside data.training, data.held_out or data.tokenizer: "
-            "leave those out or add --data.no-standard-library"
-        )
-    if data.standard_library and vocab_size < STANDARD_LIBRARY_VOCABULARY:
-        found.append(
-            f"model.vocab_size is {vocab_size}: the standard library's tokenizer has "
-            f"{STANDARD_LIBRARY_VOCABULARY} ids; set --model.vocab-size "
-            f"{STANDARD_LIBRARY_VOCABULARY} or more"
-        )
-    try:
-        for path, folder in [
-            ("data.training", config.folders.training),
-            ("data.held_out", config.folders.held_out),
-        ]:
-            if folder.exists() or not data.standard_library:
-                found += _corpus_violations(config, path, folder)
-    except ValueError as error:
-        found.append(str(error))
-    return found
-
-
-def _corpus_violations(config: RunConfig, path: str, folder: Path) -> list[str]:
-    """What is wrong with one corpus, seen from its metadata."""
-    try:
-        corpus = Corpus.open(folder, config.model.vocab_size)
-        tokenizer = tokenizer_hash(config.folders.tokenizer)
-    except (ValueError, OSError) as error:
-        return [f"{path} is {str(folder)!r}: {error}"]
-    meta, found = corpus.meta, []
-    if meta.tokenizer_sha256 != tokenizer:
-        found.append(
-            f"{path} is {str(folder)!r}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
-            f"{str(config.folders.tokenizer)!r} is another tokenizer; give the one it was made with"
-        )
-    if meta.vocab_size > config.model.vocab_size:
-        found.append(
-            f"model.vocab_size is {config.model.vocab_size}: the tokenizer of {path} has "
-            f"{meta.vocab_size} ids; set --model.vocab-size {meta.vocab_size} or more"
-        )
-    if path == "data.held_out":
-        faults = [] if meta.num_tokens > 1 else ["one token has no target: give more text"]
-    else:
-        train = config.train
-        faults = data_violations(
-            meta.num_tokens, train.sequence_length, train.micro_batch, config.num_micro_batches, 1
-        )
-    return found + [f"{path} is {str(folder)!r}: {fault}" for fault in faults]
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))

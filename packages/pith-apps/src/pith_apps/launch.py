@@ -24,18 +24,18 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from pith_apps.config import Machine, RunConfig
+from pith_apps.plan import Machine
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
     """Whether this process was started as one rank of a group, by torchrun, srun or `launch`."""
-    return read_launch(environment).address is not None
+    return "RANK" in environment or read_launch(environment).world_size > 1
 
 
-def find_machine(config: RunConfig, environment: Mapping[str, str]) -> Machine:
-    """What this run gets: the group it was started in, or the processes it would launch."""
+def find_machine(num_processes: int, environment: Mapping[str, str]) -> Machine:
+    """The group that this process was started in, or `num_processes` that it would launch here."""
     found = read_launch(environment)
-    world_size = processes_here = config.nproc or config.mesh.world_size
+    world_size = processes_here = num_processes
     if is_rank(environment):
         world_size, processes_here = found.world_size, found.ranks_per_node
     return Machine(
@@ -69,8 +69,8 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(
-            f"pith: rank {rank} ended first (exit code {failure.exitcode}), the others were "
-            "stopped; the first traceback above is the cause",
+            f"pith: rank {rank} was the first to end, with exit code {failure.exitcode}; the other "
+            "ranks were stopped",
             file=sys.stderr,
         )
         return 1

@@ -1,0 +1,269 @@
+"""Every reason why a run cannot start, found before anything is touched.
+
+`violations` is a pure function of the configuration, the machine and what lies on disk (the corpus'
+metadata, the newest checkpoint's manifest). It reports everything at once: field path, value, what
+is allowed, a fix. No process group is made and no file is written before it returned nothing.
+
+The trap: a check inside a dataclass' `__post_init__` reports alone, because the tree does not exist
+yet; whatever relates two fields to one another therefore stands here.
+"""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from pith_engine.checkpoint import find_checkpoint, read_manifest
+from pith_engine.mesh import mesh_violations
+
+from pith_apps.config import (
+    STANDARD_LIBRARY_VOCABULARY,
+    RunConfig,
+    config_record,
+)
+from pith_apps.corpus import Corpus, tokenizer_hash
+from pith_apps.data import num_samples, too_few_samples
+from pith_apps.plan import Machine, chosen_attention
+
+FIXED_FIELDS = (
+    "model.",
+    "train.seed:",
+    "train.batch:",
+    "train.sequence_length:",
+)
+"""Beginnings of the changes that a resumed run refuses."""
+
+
+def check_run(config: RunConfig, machine: Machine) -> None:
+    """Refuse a run that cannot work.
+
+    Raises:
+        ValueError: names every violation.
+    """
+    found = violations(config, machine)
+    if found:
+        lines = "".join(f"\n  - {violation}" for violation in found)
+        raise ValueError(f"{len(found)} reason(s) why run {config.name!r} cannot start:{lines}")
+
+
+def violations(config: RunConfig, machine: Machine) -> list[str]:
+    """Everything that is wrong with running `config` on `machine`; empty when nothing is."""
+    out_of_range = _range_violations(config)
+    found = out_of_range + _place_violations(config) + _device_violations(config, machine)
+    if not out_of_range:
+        found += mesh_violations(
+            config.mesh,
+            world_size=machine.world_size,
+            num_experts=config.model.num_experts,
+            num_layers=config.model.num_hidden_layers,
+            num_micro_batches=config.num_micro_batches,
+        )
+        found += _model_violations(config) + _data_violations(config)
+    return found
+
+
+def check_resume(config: RunConfig) -> None:
+    """Refuse to resume a run whose checkpoint was made with another model or other data.
+
+    What decides the numbers must be the same: the model, the seed, and which tokens a step reads.
+    Everything else (mesh, steps, learning rate, intervals) may change between starts.
+
+    Raises:
+        ValueError: names every field that differs.
+    """
+    newest = newest_checkpoint(config)
+    if newest is None:
+        return
+    facts = read_manifest(newest).run
+    found = [
+        change
+        for change in changed_fields(facts.get("config", {}), config_record(config))
+        if change.startswith(FIXED_FIELDS)
+    ]
+    folders, saved = config.folders, facts.get("corpus")
+    if saved is not None and folders.training.exists():
+        corpus = Corpus.open(folders.training, config.model.vocab_size)
+        if corpus.meta.sha256 != saved:
+            found.append(f"the corpus in {folders.training} is another one than was trained on")
+    if found:
+        lines = "".join(f"\n  - {change}" for change in found)
+        raise ValueError(
+            f"run {config.name!r} cannot resume {newest}:{lines}\n"
+            "go back to the values of the checkpoint, or start another run with --name"
+        )
+
+
+def newest_checkpoint(config: RunConfig) -> Path | None:
+    """The newest complete checkpoint of the run, None without one; quiet about incomplete ones."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return find_checkpoint(config.checkpoint_folder)
+
+
+def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """`path: old -> new` for every field of two `config_record` trees that differs."""
+    found = []
+    for name in sorted(old.keys() & new.keys()):
+        before, after = old[name], new[name]
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += changed_fields(before, after, f"{prefix}{name}.")
+        elif before != after:
+            found.append(f"{prefix}{name}: {before} -> {after}")
+    return found
+
+
+def check_device(config: RunConfig, machine: Machine) -> None:
+    """Refuse processes that have no device of their own.
+
+    Raises:
+        ValueError: says how many there are.
+    """
+    found = _device_violations(config, machine)
+    if found:
+        raise ValueError("\n".join(found))
+
+
+def _device_violations(config: RunConfig, machine: Machine) -> list[str]:
+    """Processes that have no device of their own."""
+    if config.train.device == "cpu" or machine.processes_here <= machine.num_gpus:
+        return []
+    fix = "set --train.device cpu --train.dtype fp32"
+    if machine.num_gpus:
+        fix = f"use a mesh of {machine.num_gpus} ranks or {fix}"
+    return [
+        f"train.device is 'cuda' with {machine.processes_here} processes here: this machine shows "
+        f"{machine.num_gpus} GPU(s), one process each; {fix}"
+    ]
+
+
+def _range_violations(config: RunConfig) -> list[str]:
+    """Numbers that are out of range whatever the rest says."""
+    at_least = [
+        ("nproc", config.nproc, 1),
+        ("train.steps", config.train.steps, 1),
+        ("train.batch", config.train.batch, 1),
+        ("train.micro_batch", config.train.micro_batch, 1),
+        ("train.sequence_length", config.train.sequence_length, 1),
+        ("train.seed", config.train.seed, 0),
+        ("evaluation.interval", config.evaluation.interval, 0),
+        ("evaluation.sequences", config.evaluation.sequences, 1),
+        ("checkpoint.interval", config.checkpoint.interval, 0),
+        ("checkpoint.keep", config.checkpoint.keep, 1),
+    ]
+    found = [
+        f"{path} is {value}: allowed are whole numbers from {least}; set --{path} {least} or more"
+        for path, value, least in at_least
+        if value is not None and value < least
+    ]
+    for path, value in [
+        ("timeout", config.timeout),
+        ("train.max_grad_norm", config.train.max_grad_norm),
+    ]:
+        if not value > 0:
+            found.append(f"{path} is {value}: allowed are numbers above 0; set --{path} 1")
+    return found
+
+
+def _place_violations(config: RunConfig) -> list[str]:
+    """A run folder that cannot be written."""
+    found = []
+    if config.name in ("", ".", "..") or Path(config.name).name != config.name:
+        found.append(
+            f"name is {config.name!r}: allowed is the name of one folder; set --name my-run"
+        )
+    existing = config.run_folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        found.append(
+            f"runs_folder is {str(config.runs_folder)!r}: {existing} is not a folder that this user"
+            f" can write to; set --runs-folder to one that is"
+        )
+    return found
+
+
+def _model_violations(config: RunConfig) -> list[str]:
+    """Sizes that do not fit together, an attention backend that is not there."""
+    model, num_chunks, batch = config.model, 2 * config.mesh.pp, config.train.batch
+    found = []
+    if batch % config.train.micro_batch:
+        above = batch + config.train.micro_batch - batch % config.train.micro_batch
+        found.append(
+            f"train.batch is {batch}: allowed are multiples of train.micro_batch "
+            f"{config.train.micro_batch}; set --train.batch {above}"
+        )
+    chosen = config.layers_per_chunk
+    if chosen is not None and (
+        len(chosen) != num_chunks or min(chosen) < 1 or sum(chosen) != model.num_hidden_layers
+    ):
+        found.append(
+            f"layers_per_chunk is {chosen}: allowed are {num_chunks} numbers (2 * pp) from 1 that "
+            f"add up to {model.num_hidden_layers} layers; leave it out to balance by cost"
+        )
+    if config.train.sequence_length > model.max_position_embeddings:
+        found.append(
+            f"train.sequence_length is {config.train.sequence_length}: the model has positions up "
+            f"to model.max_position_embeddings {model.max_position_embeddings}"
+        )
+    try:
+        chosen_attention(config)
+    except ValueError as error:
+        found.append(f"train.attention is {config.train.attention!r}: {error}")
+    return found
+
+
+def _data_violations(config: RunConfig) -> list[str]:
+    """Corpora that are missing, damaged, too short or of another tokenizer."""
+    data, vocab_size = config.data, config.model.vocab_size
+    found = []
+    if data.standard_library and (data.training or data.held_out or data.tokenizer):
+        found.append(
+            "data.standard_library is True beside data.training, data.held_out or data.tokenizer: "
+            "leave those out or add --data.no-standard-library"
+        )
+    if data.standard_library and vocab_size < STANDARD_LIBRARY_VOCABULARY:
+        found.append(
+            f"model.vocab_size is {vocab_size}: the standard library's tokenizer has "
+            f"{STANDARD_LIBRARY_VOCABULARY} ids; set --model.vocab-size "
+            f"{STANDARD_LIBRARY_VOCABULARY} or more"
+        )
+    try:
+        for path, folder in [
+            ("data.training", config.folders.training),
+            ("data.held_out", config.folders.held_out),
+        ]:
+            if folder.exists() or not data.standard_library:
+                found += _corpus_violations(config, path, folder)
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def _corpus_violations(config: RunConfig, path: str, folder: Path) -> list[str]:
+    """What is wrong with one corpus, seen from its metadata."""
+    try:
+        corpus = Corpus.open(folder, config.model.vocab_size)
+        tokenizer = tokenizer_hash(config.folders.tokenizer)
+    except (ValueError, OSError) as error:
+        return [f"{path} is {str(folder)!r}: {error}"]
+    meta, found = corpus.meta, []
+    if meta.tokenizer_sha256 != tokenizer:
+        found.append(
+            f"{path} is {str(folder)!r}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
+            f"{str(config.folders.tokenizer)!r} is another tokenizer; give the one it was made with"
+        )
+    if meta.vocab_size > config.model.vocab_size:
+        found.append(
+            f"model.vocab_size is {config.model.vocab_size}: the tokenizer of {path} has "
+            f"{meta.vocab_size} ids; set --model.vocab-size {meta.vocab_size} or more"
+        )
+    train = config.train
+    if path == "data.held_out" and meta.num_tokens < 2:
+        found.append(f"{path} is {str(folder)!r}: one token has no target; give more text")
+    elif (
+        path == "data.training"
+        and num_samples(meta.num_tokens, train.sequence_length) < train.batch
+    ):
+        fault = too_few_samples(meta.num_tokens, train.sequence_length, train.batch)
+        found.append(f"{path} is {str(folder)!r}: {fault}")
+    return found

@@ -1,0 +1,63 @@
+"""Held-out loss: the mean over a fixed set of held-out tokens, through the forward-only schedule.
+
+    loss = (sum of token losses) / (number of targets)       in nats; exp(loss) is the perplexity
+
+The sequences are spread evenly over the held-out corpus and are the same at every step, on every
+mesh. No activation is kept. `pith evaluate RECIPE` evaluates the newest complete checkpoint of the
+recipe's run folder, saved on whatever mesh.
+"""
+
+from pith_engine.checkpoint import load_checkpoint
+from pith_engine.gradients import count_targets
+
+from pith_apps.checks import newest_checkpoint
+from pith_apps.config import RunConfig
+from pith_apps.corpus import Corpus
+from pith_apps.data import held_out_batches
+from pith_apps.trainer import Trainer, build_trainer, joined_mesh
+
+
+def evaluate(config: RunConfig) -> int:
+    """Print the held-out loss of the newest checkpoint; every rank of the run calls it.
+
+    Raises:
+        ValueError: there is no complete checkpoint.
+    """
+    newest = newest_checkpoint(config)
+    if newest is None:
+        raise ValueError(
+            f"{config.checkpoint_folder} holds no complete checkpoint: run `pith pretrain` first, "
+            "or set --name and --runs-folder to those of a run that has one"
+        )
+    with joined_mesh(config) as (mesh, device):
+        trainer = build_trainer(config, mesh, device)
+        manifest = load_checkpoint(newest, trainer.parameters, None, mesh)
+        loss, num_targets = held_out_loss(trainer, config)
+        if mesh.rank == 0:
+            print(
+                f"held-out loss {loss:.6f} after step {manifest.step} ({num_targets:,} tokens of "
+                f"{config.folders.held_out}), checkpoint {newest}"
+            )
+    return 0
+
+
+def held_out_loss(trainer: Trainer, config: RunConfig) -> tuple[float, int]:
+    """Mean loss a held-out token in nats, and how many tokens that is; the same on every rank."""
+    corpus = Corpus.open(config.folders.held_out, config.model.vocab_size)
+    calls = held_out_batches(
+        corpus.tokens,
+        trainer.mesh,
+        sequence_length=config.train.sequence_length,
+        batch_size=config.train.batch,
+        micro_batch_size=config.train.micro_batch,
+        vocab_size=config.model.vocab_size,
+        device=trainer.device,
+        max_samples=config.evaluation.sequences,
+    )
+    trainer.gather()
+    total, num_targets = 0.0, 0
+    for batches in calls:
+        losses = trainer.pipeline.evaluate(batches, count_targets(batches, trainer.mesh))
+        total += losses.loss * losses.num_targets
+        num_targets += losses.num_targets
+    return total / num_targets, num_targets

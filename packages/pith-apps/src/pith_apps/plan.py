@@ -1,0 +1,88 @@
+"""What is known about a run before it computes anything: printed at its start and kept in plan.txt.
+
+Every figure comes from the code that the run itself uses: layers per chunk from the cost model that
+places them, parameters from the list of tensors that checkpoints hold, the attention backend from
+the table that the operator asks. Choices are made here once and never change silently.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from pith_engine.mesh import describe_mesh
+from pith_engine.partition import chunk_costs, describe_partition, layers_per_chunk
+from pith_models.build import forward_flops, parameter_counts
+from pith_ops.attention import AttentionBackend, choose_attention_backend
+from torch import device as Device
+
+from pith_apps.config import RunConfig, compute_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a run finds to run on."""
+
+    world_size: int
+    """Processes of the run, all nodes together."""
+    processes_here: int
+    """Processes of the run on this node."""
+    num_gpus: int
+    """GPUs that this node shows."""
+
+
+def chosen_layers(config: RunConfig) -> tuple[int, ...]:
+    """Layers of each chunk: as configured, else balanced by the FLOPs of a token."""
+    if config.layers_per_chunk is not None:
+        return config.layers_per_chunk
+    flops = forward_flops(config.model, config.train.sequence_length)
+    return layers_per_chunk(flops.layers, 2 * config.mesh.pp, 0.0, flops.head)
+
+
+def chosen_attention(config: RunConfig) -> AttentionBackend:
+    """The attention backend of the run.
+
+    Raises:
+        ValueError: the configured one cannot serve this device, dtype or head dim.
+    """
+    return choose_attention_backend(
+        config.train.attention,
+        Device(config.train.device),
+        compute_dtype(config),
+        config.model.head_dim,
+        config.model.head_dim,
+        packed=False,
+    )
+
+
+def training_flops(config: RunConfig) -> float:
+    """FLOPs of a token, forward and backward (twice the forward)."""
+    return 3 * forward_flops(config.model, config.train.sequence_length).total
+
+
+def describe_run(config: RunConfig, machine: Machine, num_tokens: int) -> str:
+    """The plan of a run as text.
+
+    Args:
+        config: the run.
+        machine: what it runs on.
+        num_tokens: length of the training corpus.
+    """
+    train, mesh = config.train, config.mesh
+    counts = parameter_counts(config.model)
+    flops = forward_flops(config.model, train.sequence_length)
+    costs = chunk_costs(chosen_layers(config), flops.layers, 0.0, flops.head)
+    tokens = train.batch * train.sequence_length
+    nodes = ceil(machine.world_size / machine.processes_here)
+    epochs = train.steps * tokens / num_tokens
+    return f"""\
+run {config.name} in {config.run_folder}
+mesh {mesh.label}: {machine.world_size} process(es) on {nodes} node(s)
+{describe_mesh(mesh, machine.processes_here)}
+layers per chunk ({"configured" if config.layers_per_chunk else "balanced by cost"})
+{describe_partition(costs)}
+parameters: {counts.total:,} in all, {counts.active:,} active for a token; \
+{training_flops(config):.3g} FLOPs a token
+step: {train.batch} sequences of {train.sequence_length} = {tokens:,} tokens, in \
+{config.num_micro_batches // mesh.num_batch_ranks} micro-batches of {train.micro_batch} a rank
+run: {train.steps} steps, {train.steps * tokens:,} tokens, {epochs:.2f} epochs of the corpus
+chosen: device {train.device}, dtype {train.dtype}, attention {chosen_attention(config).value} \
+(asked: {train.attention}), balance {config.balance.method}"""

@@ -1,0 +1,226 @@
+"""Pretraining: from initial weights, or from the newest complete checkpoint of the run folder.
+
+A step is short enough to be read whole (`_train_step`):
+
+    1. this rank's micro-batches of the step; which samples they hold depends on the step alone
+    2. gradients: gather, DualPipeV over the micro-batches, reduce, global norm   (trainer.py)
+    3. a norm that is not finite ends the run before anything is updated
+    4. clip, learning rate of the step, AdamW on this rank's shards
+
+Around it: a held-out evaluation and a checkpoint at their intervals and after the last step, one
+line a step. The same command again resumes: weights, moments, data position and learning rate all
+follow from the checkpoint's step, so the steps after it are those of an uninterrupted run. After
+the last step rank 0 alone draws the losses and exports to a Hugging Face folder.
+
+The trap: evaluation and saving come after the update of their step, in this order, so a complete
+checkpoint of step N implies that everything about steps 1 to N is on record.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from pith_engine.checkpoint import (
+    Manifest,
+    find_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    read_manifest,
+    save_checkpoint,
+)
+from pith_engine.gradients import clip_gradients, raise_if_not_finite
+from pith_engine.lr import learning_rate
+from pith_engine.mesh import Mesh
+from pith_engine.optim import AdamW
+from pith_engine.runtime import all_reduce, broadcast_object, read_launch
+
+from pith_apps.checks import changed_fields
+from pith_apps.config import RunConfig, config_record
+from pith_apps.corpus import Corpus, unigram_entropy
+from pith_apps.data import TrainingData
+from pith_apps.evaluate import held_out_loss
+from pith_apps.plan import Machine, describe_run, training_flops
+from pith_apps.report import plot_losses
+from pith_apps.run_log import RunLog, peak_memory_bytes, read_metrics, write_run_facts
+from pith_apps.trainer import Trainer, build_trainer, joined_mesh, step_gradients
+
+
+def pretrain(config: RunConfig, machine: Machine) -> int:
+    """Train to the last step; every rank of the run calls it, after `check_run`.
+
+    Args:
+        config: the run.
+        machine: what it runs on, for the plan.
+
+    Returns:
+        The exit code, 0. A failure ends the process.
+    """
+    with joined_mesh(config) as (mesh, device):
+        corpus = Corpus.open(config.folders.training, config.model.vocab_size)
+        plan = describe_run(config, machine, corpus.meta.num_tokens)
+        if mesh.rank == 0:
+            write_run_facts(config.run_folder, config_record(config), mesh.world.size)
+            (config.run_folder / "plan.txt").write_text(plan + "\n")
+        trainer = build_trainer(config, mesh, device)
+        optimizer = AdamW(trainer.parameters, config.optim)
+        resumed = _resume(config, trainer, optimizer)
+        with RunLog(
+            config.run_folder,
+            rank=mesh.rank,
+            world_size=mesh.world.size,
+            device=device,
+            total_steps=config.train.steps,
+            flops_per_token=training_flops(config),
+            resumed_step=resumed.step if resumed else 0,
+            tokens_seen=resumed.run.get("tokens_seen", 0) if resumed else 0,
+            tensorboard=config.log.tensorboard,
+        ) as log:
+            log.say(plan)
+            log.say(_start_line(config, resumed))
+            _train(config, trainer, optimizer, corpus, log)
+    if read_launch(os.environ).rank == 0:
+        _finish(config)
+    return 0
+
+
+def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW) -> Manifest | None:
+    """Load the newest complete checkpoint that rank 0 sees; None when there is none."""
+    mesh = trainer.mesh
+    found = find_checkpoint(config.checkpoint_folder) if mesh.rank == 0 else None
+    newest: Path | None = broadcast_object(found, mesh.world)
+    if newest is None:
+        return None
+    manifest = read_manifest(newest)
+    state = optimizer if manifest.has_optimizer else None
+    load_checkpoint(newest, trainer.parameters, state, mesh)
+    # A step without targets updates nothing, so there may be fewer updates than steps.
+    optimizer.num_steps = manifest.run.get("num_updates", optimizer.num_steps)
+    return manifest
+
+
+def _start_line(config: RunConfig, resumed: Manifest | None) -> str:
+    """Where the run starts, and what changed since the checkpoint."""
+    folder, steps = config.checkpoint_folder, config.train.steps
+    if resumed is None:
+        return f"no complete checkpoint in {folder}: step 1 starts from initial weights"
+    if not resumed.has_optimizer:
+        return f"step {resumed.step + 1} starts from the weights in {folder}, without moments"
+    changed = changed_fields(resumed.run.get("config", {}), config_record(config))
+    lines = [f"resumed at step {resumed.step} of {steps} from {folder}"]
+    lines += [f"changed since that checkpoint: {change}" for change in changed]
+    if resumed.step >= steps:
+        lines.append("nothing is left to train; --train.steps prolongs the run")
+    return "\n".join(lines)
+
+
+def _train(
+    config: RunConfig, trainer: Trainer, optimizer: AdamW, corpus: Corpus, log: RunLog
+) -> None:
+    """Steps, evaluations and checkpoints until the last step."""
+    data = TrainingData(
+        corpus.tokens,
+        trainer.mesh,
+        sequence_length=config.train.sequence_length,
+        batch_size=config.train.batch,
+        micro_batch_size=config.train.micro_batch,
+        seed=config.train.seed,
+        vocab_size=config.model.vocab_size,
+        device=trainer.device,
+    )
+    if log.step == 0:
+        _evaluate(config, trainer, log)
+    for step in range(log.step + 1, config.train.steps + 1):
+        _train_step(config, trainer, optimizer, data, step, log)
+        if _is_due(step, config.evaluation.interval, config.train.steps):
+            _evaluate(config, trainer, log)
+        if _is_due(step, config.checkpoint.interval, config.train.steps):
+            _save(config, trainer, optimizer, corpus, log)
+
+
+def _train_step(
+    config: RunConfig,
+    trainer: Trainer,
+    optimizer: AdamW,
+    data: TrainingData,
+    step: int,
+    log: RunLog,
+) -> None:
+    """One optimizer update, or none when the global batch has no target."""
+    parameters, mesh = trainer.parameters, trainer.mesh
+    losses, norm = step_gradients(trainer, data.micro_batches(step))
+    rate = learning_rate(config.lr, step, config.train.steps)
+    raise_if_not_finite(parameters, norm, step, mesh)
+    if losses.num_targets:
+        clip_gradients(parameters, norm, config.train.max_grad_norm)
+        optimizer.step(rate)
+    log.log_step(
+        loss=losses.loss,
+        balance_loss=losses.balance,
+        max_load=losses.max_load or None,
+        learning_rate=rate,
+        grad_norm=norm.item(),
+        num_tokens=config.train.batch * config.train.sequence_length,
+        num_targets=losses.num_targets,
+        # Read last: on a GPU its arrival means that the optimizer's kernels are done.
+        peak_memory=_peak_memory(mesh, trainer.device),
+    )
+
+
+def _is_due(step: int, interval: int, last: int) -> bool:
+    """Whether something with this interval (0: never) follows `step`; always after the last."""
+    return step == last or (interval > 0 and step % interval == 0)
+
+
+def _evaluate(config: RunConfig, trainer: Trainer, log: RunLog) -> None:
+    with log.elsewhere():
+        loss, num_targets = held_out_loss(trainer, config)
+    log.log_held_out(loss, num_targets)
+
+
+def _save(
+    config: RunConfig, trainer: Trainer, optimizer: AdamW, corpus: Corpus, log: RunLog
+) -> None:
+    """Write the checkpoint of the step that just ended, then delete those beyond `keep`."""
+    start = time.perf_counter()
+    facts = {
+        "config": config_record(config),
+        "corpus": corpus.meta.sha256,
+        "tokens_seen": log.tokens_seen,
+        "num_updates": optimizer.num_steps,
+    }
+    with log.elsewhere():
+        path = save_checkpoint(
+            config.checkpoint_folder, log.step, trainer.parameters, optimizer, facts, trainer.mesh
+        )
+        if trainer.mesh.rank == 0:
+            prune_checkpoints(config.checkpoint_folder, config.checkpoint.keep)
+    if trainer.mesh.rank == 0:
+        size = sum(record.size for record in read_manifest(path).files.values())
+        seconds = time.perf_counter() - start
+        log.say(f"saved {path}: {size / 1e6:,.1f} MB in {seconds:.2f} s")
+
+
+def _peak_memory(mesh: Mesh, device: torch.device) -> int:
+    """Bytes of the fullest rank."""
+    peak = torch.tensor(peak_memory_bytes(device), dtype=torch.int64, device=device)
+    return int(all_reduce(peak, mesh.world, op="max").item())
+
+
+def _finish(config: RunConfig) -> None:
+    """After the last step, rank 0 alone: the picture, the export, and where everything is."""
+    folder, export = config.run_folder, config.run_folder / "export"
+    held_out = Corpus.open(config.folders.held_out, config.model.vocab_size)
+    plot_losses(folder, unigram_entropy=unigram_entropy(held_out.tokens))
+    losses = [record for record in read_metrics(folder) if "held_out_loss" in record]
+    first, last = losses[0], losses[-1]
+    share = last["held_out_loss"] / first["held_out_loss"]
+    print(
+        f"held-out loss {first['held_out_loss']:.4f} after step {first['step']}, "
+        f"{last['held_out_loss']:.4f} after step {last['step']}: {share:.1%} of its first value\n"
+        f"metrics     {folder / 'metrics.jsonl'}\n"
+        f"losses      {folder / 'loss.png'}\n"
+        f"checkpoints {config.checkpoint_folder}\n"
+        f"export      {export} (Hugging Face)",
+        flush=True,
+    )

@@ -1,0 +1,144 @@
+"""The parts of a run on one rank, and the gradients of one step.
+
+`build_trainer` turns a `RunConfig` into a model: layers are declared on the meta device, sharded
+into units, filled with initial weights and handed to the pipeline. One step's gradients are
+
+    N      = targets of the global batch, counted once            count_targets
+    W      <- all ranks' shards                                   unit.gather()
+    losses, dW += d(token losses / N + balance loss)              pipeline.train_step
+    G      <- sum over ranks of dW                                unit.reduce()
+    norm   = L2 of G over the whole mesh                          global_norm
+
+Nothing is rescaled afterwards. The trap: `unit.gather()` also zeroes the gradients, so gradients
+are read between `reduce` and the next `gather`, that of an evaluation included.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from pith_engine.contract import Batch
+from pith_engine.fsdp import ShardedParameter, Unit, shard_chunks, sharded_parameters
+from pith_engine.gradients import count_targets, global_norm
+from pith_engine.init import initialise
+from pith_engine.mesh import Mesh
+from pith_engine.pipeline import Pipeline, StepLosses
+from pith_engine.runtime import (
+    barrier,
+    connect_mesh,
+    fail_fast,
+    read_launch,
+    set_seeds,
+    start_process_group,
+    stop_process_group,
+)
+from pith_models.build import build_chunks
+from torch import Tensor
+
+from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, compute_dtype
+from pith_apps.corpus import prepare_standard_library
+from pith_apps.plan import chosen_attention, chosen_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """One rank's share of a model, ready to run steps."""
+
+    mesh: Mesh
+    """The ranks."""
+    device: torch.device
+    """Where this rank computes."""
+    units: list[Unit]
+    """Parameters that are gathered and reduced together."""
+    parameters: list[ShardedParameter]
+    """All parameters of the units, in order."""
+    pipeline: Pipeline
+    """Runs micro-batches through the chunks."""
+
+    def gather(self) -> None:
+        """Full parameters from all ranks' shards; gradients become zero."""
+        for unit in self.units:
+            unit.gather()
+
+
+@contextmanager
+def joined_group(config: RunConfig) -> Iterator[torch.device]:
+    """Be one of the run's processes for the body; one that raises ends at once, by name."""
+    with fail_fast(read_launch(os.environ).rank):
+        device = start_process_group(config.train.device, timedelta(seconds=config.timeout))
+        set_seeds(config.train.seed)
+        yield device
+        stop_process_group()
+
+
+@contextmanager
+def joined_mesh(config: RunConfig) -> Iterator[tuple[Mesh, torch.device]]:
+    """Be one rank of the run's mesh for the body, with the data in place."""
+    with joined_group(config) as device:
+        mesh = Mesh.create(config.mesh, timedelta(seconds=config.timeout))
+        assert mesh is not None, "check_run refuses worlds that are larger than the mesh"
+        connect_mesh(mesh, device)
+        _prepare_data(config, mesh)
+        yield mesh, device
+
+
+def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Trainer:
+    """Build this rank's chunks with initial weights; collective calls happen only in steps."""
+    chunks = build_chunks(
+        config.model,
+        mesh,
+        chosen_layers(config),
+        attention_backend=chosen_attention(config),
+    )
+    dtype = compute_dtype(config)
+    units = shard_chunks(chunks, mesh, compute_dtype=dtype, device=device)
+    parameters = sharded_parameters(units)
+    initialise(parameters, config.train.seed)
+    pipeline = Pipeline(
+        chunks,
+        mesh,
+        hidden_size=config.model.hidden_size,
+        dtype=dtype,
+        device=device,
+        balance=config.balance,
+    )
+    return Trainer(mesh=mesh, device=device, units=units, parameters=parameters, pipeline=pipeline)
+
+
+def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> tuple[StepLosses, Tensor]:
+    """Losses of a step, and its gradients in every parameter's `grad`.
+
+    Args:
+        trainer: the model.
+        batches: this rank's micro-batches of the step.
+
+    Returns:
+        The losses over the global batch and the gradient norm before clipping, a float64 scalar;
+        the same on every rank.
+    """
+    num_targets = count_targets(batches, trainer.mesh)
+    trainer.gather()
+    losses = trainer.pipeline.train_step(batches, num_targets)
+    for unit in trainer.units:
+        unit.reduce()
+    return losses, global_norm(trainer.parameters, trainer.mesh)
+
+
+def _prepare_data(config: RunConfig, mesh: Mesh) -> None:
+    """Make the standard library's corpora where they are missing.
+
+    Rank 0 works first; then the first rank of every node looks again, which finds nothing to do
+    where nodes share a file system.
+    """
+    root = config.folders.root
+    if root is None:
+        return
+    if mesh.rank == 0:
+        prepare_standard_library(root, vocab_size=STANDARD_LIBRARY_VOCABULARY)
+    barrier(mesh.world)
+    if read_launch(os.environ).local_rank == 0:
+        prepare_standard_library(root, vocab_size=STANDARD_LIBRARY_VOCABULARY)
+    barrier(mesh.world)
