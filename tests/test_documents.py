@@ -37,8 +37,8 @@ SUFFIXES = (".py", ".md", ".toml", ".yml", ".lock", ".jsonl", ".json", ".npy", "
 WRITTEN_BY_RUNS = ("runs/", "checkpoints/", "export/", "log/", "tensorboard/", "step-")
 """Beginnings of paths that a run writes: they are not in the checkout."""
 
-OTHERS_NAMES = {"fully_shard", "torch_dtype"}
-"""Identifiers of other projects that a document may mention."""
+OTHERS_NAMES = {"fully_shard", "torch_dtype", "FileSystemWriter", "match", "parts"}
+"""Identifiers that a document may mention and no file here defines."""
 
 NOT_RUN = {
     r"^pip install uv$": "the environment of this test has it",
@@ -161,6 +161,19 @@ def test_identifiers_occur_in_the_code():
     assert not unknown, "\n".join(unknown)
 
 
+def test_the_map_names_what_can_be_shown():
+    """Every name in the map of AGENTS.md is one that `docs/show.py` finds."""
+    text = (ROOT / "AGENTS.md").read_text()
+    section = text.partition("\n## Map")[2].partition("\n| more")[0]
+    names = re.findall(r"`([A-Za-z_.]+(?::\w+)?)`", section)
+    names = [n for n in names if n not in OTHERS_NAMES and n.count(".") < 2]
+    assert len(names) > 40
+    done = subprocess.run(
+        [sys.executable, "docs/show.py", *names], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout.splitlines()[-1]
+
+
 def test_options_are_declared():
     unknown = []
     for document in documents():
@@ -172,7 +185,7 @@ def test_options_are_declared():
     assert not unknown, "\n".join(unknown)
 
 
-TOOL_OPTIONS = {"isolated", "exact", "nnodes", "nproc", "per", "no", "sources", "rdzv"}
+TOOL_OPTIONS = {"nnodes", "nproc", "per", "node", "rdzv", "backend", "endpoint", "ntasks"}
 """Words of options of uv and torchrun that documents use."""
 
 
@@ -198,7 +211,7 @@ def test_commands_are_of_known_kinds():
         f"{where}: {command}"
         for where, command in commands()
         if not any(re.search(pattern, command) for pattern in NOT_RUN)
-        and not command.startswith(("uv run pith ", "uv run python ", "python "))
+        and not command.startswith(("uv run pith ", "uv run python ", "python3 "))
     ]
     assert not odd, "\n".join(odd)
     text = "\n".join(command for _, command in commands())
@@ -220,7 +233,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shortened(command: str) -> list[str]:
     """The arguments to run: this environment's program, four steps instead of a whole run."""
     words = command.removeprefix("uv run ").split()
-    if words[0] in ("python", "pith"):
+    if words[0] in ("python", "python3", "pith"):
         words[0] = str(Path(sys.executable).parent / words[0])
     trains = "pretrain" in words or "validate-correctness" in command
     if trains and "--train.steps" not in words and "--help" not in words:

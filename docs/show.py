@@ -1,0 +1,92 @@
+"""Print definitions by name: where they stand, their code with line numbers, and their uses.
+
+    python3 docs/show.py clip_gradients Mesh.create
+
+Public names are unique over the four packages, so a name needs no file; a private one may be given
+as `module.py:_name`. A method is `Class.method`, a module's docstring is `module.py`. Needs nothing
+installed and writes nothing.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_USES = 12
+
+
+def main(names: list[str]) -> int:
+    """Print every name; return 1 if one is unknown."""
+    if not names:
+        print(__doc__)
+        return 1
+    files = {path: path.read_text() for path in sorted(ROOT.glob("packages/*/src/**/*.py"))}
+    unknown = [name for name in names if not show(name, files)]
+    if unknown:
+        print(f"no such name: {', '.join(unknown)}")
+    return 1 if unknown else 0
+
+
+def show(name: str, files: dict[Path, str]) -> bool:
+    """Print one name and its uses; whether it was found."""
+    found = False
+    module, _, symbol = name.rpartition(":")
+    for path, text in files.items():
+        if module and path.name != module:
+            continue
+        tree = ast.parse(text)
+        nodes = [tree.body[0]] if path.name == name else find(tree, symbol)
+        for node in nodes:
+            found = True
+            decorators = getattr(node, "decorator_list", [])
+            first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+            print(f"{path.relative_to(ROOT)}")
+            for number, line in enumerate(text.splitlines()[first - 1 : node.end_lineno], first):
+                print(f"{number:>5}  {line}")
+    if found and not name.endswith(".py"):
+        show_uses(symbol, files)
+    return found
+
+
+def find(tree: ast.Module, name: str) -> list[ast.stmt]:
+    """Definitions of `name` or `Class.member` at the top level of a module."""
+    first, _, member = name.partition(".")
+    nodes = [node for node in tree.body if first in defined(node)]
+    if not member:
+        return nodes
+    bodies = [node.body for node in nodes if isinstance(node, ast.ClassDef)]
+    return [item for body in bodies for item in body if member in defined(item)]
+
+
+def defined(node: ast.stmt) -> list[str]:
+    """Names that a statement defines."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+        case ast.Assign():
+            return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def show_uses(name: str, files: dict[Path, str]) -> None:
+    """Print the lines that use a name, definitions and imports left out."""
+    word = name.rpartition(".")[2]
+    pattern = re.compile(rf"\.{word}\(" if "." in name else rf"(?<![\w.`]){word}\b")
+    skipped = re.compile(rf"^\s*(def|class|from|import) |^\s*{word},?$")
+    uses = [
+        f"  used {path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path, text in files.items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if pattern.search(line) and not skipped.search(line) and "`" not in line
+    ]
+    print("\n".join(uses[:MAX_USES]))
+    if len(uses) > MAX_USES:
+        print(f"  and {len(uses) - MAX_USES} more")
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
