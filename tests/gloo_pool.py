@@ -8,11 +8,11 @@
     def test_sum(gloo_pool):
         assert gloo_pool.run(add_ranks, 1) == [10, 10, 10, 10]
 
-The workers start at the first call and stay. Each call runs in a fresh default process group of
-four ranks. They load the test file by its path and register it under the name that pytest gave it,
-so classes defined there can be arguments and results. A failure in one rank, or a call that is not
-done in time, kills all workers; the test gets the traceback, or everybody's stack, and the next
-call starts new ones.
+The workers are forked at the first call, from a process that has imported torch once, and stay.
+Each call runs in a fresh default process group of four ranks. They load the test file by its path
+and register it under the name that pytest gave it, so classes defined there can be arguments and
+results. A failure in one rank, or a call that is not done in time, kills all workers; the test gets
+the traceback, or everybody's stack, and the next call starts new ones.
 """
 
 import atexit
@@ -30,6 +30,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -46,16 +47,16 @@ class GlooPool:
 
     def __init__(self, num_workers: int = NUM_WORKERS):
         self.num_workers = num_workers
-        self._processes: list[subprocess.Popen] = []
+        self._parent: subprocess.Popen | None = None
         self._connections: list[Connection] = []
-        self._logs: list[Path] = []
+        self._folder = Path()
         self._num_calls = 0
 
     def run(self, function, *args, timeout: float = 60.0) -> list:
         """Call a module-level function on every rank; returns results in rank order."""
         if "<locals>" in function.__qualname__ or function.__name__ == "<lambda>":
             raise TypeError(f"{function.__qualname__} is not at module level")
-        if not self._processes:
+        if self._parent is None:
             self._start()
         self._num_calls += 1
         path = str(Path(function.__code__.co_filename).resolve())
@@ -65,41 +66,45 @@ class GlooPool:
             try:
                 connection.send_bytes(head)
                 connection.send_bytes(body)
-            except (BrokenPipeError, ConnectionError):
+            except ConnectionError:
                 self._fail(f"{function.__qualname__}: rank {rank} died before the call")
         return self._collect(timeout, function.__qualname__)
 
     def close(self) -> None:
         """Kill the workers, if any."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
+        if self._parent is None:
+            return
+        os.killpg(self._parent.pid, signal.SIGKILL)
+        self._parent.wait()
         for connection in self._connections:
             connection.close()
-        self._processes, self._connections = [], []
+        self._parent, self._connections = None, []
 
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        # The parent holds the store: the port is free for sure, and survives dying workers.
+        # Held here, the store's port is free for sure, and survives dying workers.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        folder = Path(tempfile.mkdtemp(prefix="gloo_pool_"))
+        self._folder = Path(tempfile.mkdtemp(prefix="gloo_pool_"))
         environ = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
-        self._logs = [folder / f"rank{rank}.log" for rank in range(self.num_workers)]
-        for rank, log in enumerate(self._logs):
-            ours, theirs = Pipe()
-            command = [sys.executable, __file__, str(theirs.fileno()), str(rank)]
-            command += [str(self.num_workers), str(self._store.port)]
-            with theirs, log.open("wb") as output:
-                process = subprocess.Popen(
-                    command, env=environ, stdout=output, stderr=output, pass_fds=[theirs.fileno()]
-                )
+        pairs = [Pipe() for _ in range(self.num_workers)]
+        descriptors = [theirs.fileno() for _, theirs in pairs]
+        command = [sys.executable, __file__, str(self._folder), str(self._store.port)]
+        with (self._folder / "parent.log").open("wb") as log:
+            self._parent = subprocess.Popen(
+                [*command, *map(str, descriptors)],
+                env=environ,
+                stdout=log,
+                stderr=log,
+                pass_fds=descriptors,
+                start_new_session=True,  # a process group of its own, killed as a whole
+            )
+        for ours, theirs in pairs:
+            theirs.close()
             self._connections.append(ours)
-            self._processes.append(process)
         self._collect(START_SECONDS, "start of the workers")
 
     def _collect(self, timeout: float, what: str) -> list:
@@ -124,12 +129,13 @@ class GlooPool:
 
     def _fail(self, message: str, *, stacks: bool = False) -> None:
         if stacks:
-            for process in self._processes:
-                process.send_signal(signal.SIGUSR1)
+            os.killpg(self._parent.pid, signal.SIGUSR1)
             time.sleep(0.5)
-        logs = [f"--- rank {r}\n{p.read_text()[-4000:]}" for r, p in enumerate(self._logs)]
+        logs = sorted(self._folder.glob("*.log"))
         self.close()
-        raise WorkerError("\n".join([message, *logs]))
+        raise WorkerError(
+            "\n".join([message, *(f"--- {log.stem}\n{log.read_text()[-4000:]}" for log in logs)])
+        )
 
 
 @functools.cache
@@ -146,14 +152,33 @@ def gloo_pool() -> GlooPool:
     return shared_pool()
 
 
-def _serve(descriptor: int, rank: int, num_workers: int, port: int) -> None:
+def _fork_workers(folder: Path, port: int, descriptors: list[int]) -> None:
+    """Import torch, fork one worker a descriptor, wait for them."""
+    import torch
+    import torch.distributed as dist
+
+    assert dist.is_available() and torch.get_num_threads() == 1
+    for rank, descriptor in enumerate(descriptors):
+        if os.fork() == 0:
+            for other in descriptors:
+                if other not in (descriptor, -1):
+                    os.close(other)
+            log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            _serve(Connection(descriptor), rank, len(descriptors), port)
+        os.close(descriptor)
+        descriptors = [-1 if d == descriptor else d for d in descriptors]
+    for _ in descriptors:
+        os.wait()
+
+
+def _serve(connection: Connection, rank: int, num_workers: int, port: int) -> None:
     """A worker's life: answer calls until the parent is gone."""
     import torch
     import torch.distributed as dist
 
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    torch.set_num_threads(1)
-    connection = Connection(descriptor)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     connection.send_bytes(pickle.dumps((True, None)))
     while True:
@@ -181,6 +206,10 @@ def _serve(descriptor: int, rank: int, num_workers: int, port: int) -> None:
 
 def _load(path: str, module_name: str):
     if module_name not in sys.modules:
+        parts = module_name.split(".")
+        for end in range(1, len(parts)):  # unpickling imports the packages above it first
+            parent = ".".join(parts[:end])
+            sys.modules.setdefault(parent, ModuleType(parent))
         spec = importlib.util.spec_from_file_location(module_name, path)
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
@@ -189,4 +218,5 @@ def _load(path: str, module_name: str):
 
 
 if __name__ == "__main__":
-    _serve(*(int(argument) for argument in sys.argv[1:]))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    _fork_workers(Path(sys.argv[1]), int(sys.argv[2]), [int(d) for d in sys.argv[3:]])

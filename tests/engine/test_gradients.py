@@ -3,7 +3,8 @@ from datetime import timedelta
 import pytest
 import torch
 from engine_chunks import declared_units
-from pith_engine.contract import Batch
+from pith_engine.contract import Batch, Role, declare
+from pith_engine.fsdp import Unit
 from pith_engine.gradients import (
     clip_gradients,
     count_targets,
@@ -110,6 +111,16 @@ def test_small_gradients_are_left_alone_bit_for_bit():
         p.grad.zero_()
     clip_gradients(parameters, global_norm(parameters, Mesh.single()), 1.0)
     assert all((p.grad == 0).all() for p in parameters)
+
+
+def test_norm_of_a_large_fp32_gradient_is_accurate():
+    declared = {"head": declare((4096, 128), Role.HEAD)}
+    unit = Unit("head", declared, Mesh.single(), compute_dtype=torch.float32, device="cpu")
+    (parameter,) = unit.parameters
+    parameter.grad.copy_(torch.randn(4096, 128) * 1e-3)
+    parameter.grad[:100] *= 50
+    norm = global_norm([parameter], Mesh.single()).item()
+    assert norm == pytest.approx(parameter.grad.double().norm().item(), rel=1e-12)
 
 
 def poisoned(value):

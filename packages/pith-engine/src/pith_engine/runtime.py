@@ -46,10 +46,8 @@ class LaunchInfo:
     """Rank on this machine: the index of its GPU."""
     ranks_per_node: int = 1
     """Processes on this machine."""
-    address: str | None = None
-    """Where rank 0 listens; None when the process is alone and needs no store."""
-    port: int = 0
-    """Its port."""
+    init_method: str | None = None
+    """Where torch meets the peers: a URL; None when the process is alone."""
 
 
 def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
@@ -72,18 +70,17 @@ def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
             world_size=world_size,
             local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
             ranks_per_node=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
-            address=environ["MASTER_ADDR"],
-            port=int(environ["MASTER_PORT"]),
+            init_method="env://",
         )
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        # Two jobs that share a node must not meet: the port follows from the job's number.
+        port = 20000 + int(environ["SLURM_JOB_ID"]) % 20000
         return LaunchInfo(
             rank=int(environ["SLURM_PROCID"]),
             world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
             local_rank=int(environ["SLURM_LOCALID"]),
             ranks_per_node=int(environ["SLURM_STEP_TASKS_PER_NODE"].split("(")[0].split(",")[0]),
-            address=_first_host(environ["SLURM_STEP_NODELIST"]),
-            # Two jobs that share a node must not meet: the port follows from the job's number.
-            port=20000 + int(environ["SLURM_JOB_ID"]) % 20000,
+            init_method=f"tcp://{_first_host(environ['SLURM_STEP_NODELIST'])}:{port}",
         )
     return LaunchInfo()
 
@@ -113,19 +110,10 @@ def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
         torch.cuda.set_device(device)
     elif device_type != "cpu":
         raise ValueError(f"device = {device_type!r}: expected 'cpu' or 'cuda'")
-    if launch.address is None:
-        store: dist.Store = dist.HashStore()
-    else:
-        # torchrun's agent already listens on this port and says so; otherwise rank 0 does.
-        is_server = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = dist.TCPStore(
-            launch.address, launch.port, launch.world_size, is_server, timeout=timeout
-        )
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"pith/{restart}", store)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-        store=store,
+        init_method=launch.init_method,
+        store=dist.HashStore() if launch.init_method is None else None,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,

@@ -1,0 +1,260 @@
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+from pith_engine.mesh import Mesh, MeshConfig
+from pith_engine.runtime import (
+    LaunchInfo,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast_object,
+    check_torch_version,
+    connect_mesh,
+    exchange,
+    gather_objects,
+    read_launch,
+    reduce_scatter,
+)
+
+TIMEOUT = timedelta(seconds=30)
+
+
+def reductions():
+    mesh = Mesh.create(MeshConfig(dp=4), TIMEOUT)
+    rank, axis = mesh.rank, mesh.data
+    connect_mesh(mesh, torch.device("cpu"))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        inputs = [torch.randn(12, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+        inputs = [value.to(dtype) for value in inputs]
+        output = torch.full((3,), torch.nan, dtype=dtype)
+        reduce_scatter(output, inputs[rank], axis)
+        in_rank_order = inputs[0] + inputs[1] + inputs[2] + inputs[3]
+        assert torch.equal(output, in_rank_order[3 * rank : 3 * rank + 3])
+        gathered = torch.full((48,), torch.nan, dtype=dtype)
+        all_gather(gathered, inputs[rank], axis)
+        assert torch.equal(gathered, torch.cat(inputs))
+        largest = all_reduce(inputs[rank].clone(), axis, "max")
+        assert torch.equal(largest, torch.stack(inputs).max(0).values)
+    empty = torch.empty(0)
+    reduce_scatter(empty, torch.empty(0), axis)
+    all_gather(empty, torch.empty(0), axis)
+    count = all_reduce(torch.tensor(2**53 + rank), axis)
+    assert count.item() == 4 * 2**53 + 6
+    barrier(axis)
+    return gather_objects({"rank": rank}, axis), broadcast_object(f"from {rank}", axis, source=2)
+
+
+@pytest.mark.core
+def test_reductions_are_exact_and_in_rank_order(gloo_pool):
+    for objects, text in gloo_pool.run(reductions):
+        assert objects == [{"rank": rank} for rank in range(4)]
+        assert text == "from 2"
+
+
+SIZES = [
+    [[0, 3, 1, 0], [2, 0, 0, 5], [0, 0, 0, 0], [1, 0, 4, 2]],
+    [[0] * 4] * 4,
+    [[0, 0, 7, 0]] * 4,
+    [[2] * 4] * 4,
+]
+
+
+def all_to_alls(dtype, contiguous):
+    mesh = Mesh.create(MeshConfig(ep=4), TIMEOUT)
+    for sizes in SIZES:
+        for axis in (mesh.ep, mesh.ep_backward):
+            send, receive = sizes[mesh.rank], [row[mesh.rank] for row in sizes]
+            blocks = [
+                [torch.full((n, 5), 100 * a + 10 * b, dtype=dtype) for b, n in enumerate(row)]
+                for a, row in enumerate(sizes)
+            ]
+            rows = torch.cat(blocks[mesh.rank])
+            if not contiguous:
+                rows = rows.t().contiguous().t()
+            output = torch.full((sum(receive), 5), 77, dtype=dtype)
+            all_to_all(output, rows, receive, send, axis)
+            assert torch.equal(output, torch.cat([row[mesh.rank] for row in blocks]))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
+def test_all_to_all_with_uneven_and_empty_blocks(gloo_pool, dtype, contiguous):
+    gloo_pool.run(all_to_alls, dtype, contiguous)
+
+
+def exchanges():
+    mesh = Mesh.create(MeshConfig(pp=2, dp=2), TIMEOUT)
+    peer = 1 - mesh.pp.rank
+    sent = [torch.full((4, 3), 10.0 * mesh.rank + i, dtype=torch.bfloat16) for i in range(3)]
+    received = [torch.full((4, 3), torch.nan, dtype=torch.bfloat16) for _ in range(3)]
+    both = exchange([(t, peer) for t in sent], [(t, peer) for t in received], mesh.pp)
+    both.wait_receives()
+    both.wait_receives()
+    both.wait_sends()
+    other = mesh.pp.ranks[peer]
+    assert [t[0, 0].item() for t in received] == [10.0 * other + i for i in range(3)]
+    # One way only, then the other, without a peer's exchange in between.
+    value = torch.full((2,), float(mesh.rank))
+    if mesh.pp.rank == 0:
+        exchange([(value, 1)], [], mesh.pp).wait_sends()
+    else:
+        exchange([], [(value, 0)], mesh.pp).wait_receives()
+        assert value.tolist() == [mesh.rank - 2.0] * 2
+    exchange([], [], mesh.pp).wait_sends()
+
+
+@pytest.mark.core
+def test_exchanges_match_in_order(gloo_pool):
+    gloo_pool.run(exchanges)
+
+
+def test_one_rank_needs_no_group():
+    axis = Mesh.single().ep
+    value = torch.arange(6.0).view(3, 2)
+    output = torch.full((3, 2), torch.nan)
+    all_to_all(output, value, [3], [3], axis)
+    assert torch.equal(output, value)
+    output.fill_(torch.nan)
+    all_gather(output, value.view(-1), axis)
+    assert torch.equal(output, value)
+    output.fill_(torch.nan)
+    reduce_scatter(output, value.view(-1), axis)
+    assert torch.equal(output, value)
+    assert all_reduce(value, axis) is value
+    assert gather_objects(3, axis) == [3] and broadcast_object(3, axis) == 3
+    barrier(axis)
+
+
+def test_a_planned_mesh_has_no_collectives():
+    axis = Mesh.plan(MeshConfig(ep=2), 1).ep_backward
+    with pytest.raises(RuntimeError, match="axis ep_backward of 2 ranks"):
+        all_reduce(torch.zeros(1), axis)
+    with pytest.raises(RuntimeError, match="sizes alone"):
+        exchange([(torch.zeros(1), 0)], [], axis)
+
+
+def test_launchers():
+    torchrun = {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "node7",
+        "MASTER_PORT": "29500",
+    }
+    assert read_launch(torchrun) == LaunchInfo(
+        rank=5, world_size=8, local_rank=1, ranks_per_node=4, init_method="env://"
+    )
+    slurm = {
+        "SLURM_JOB_ID": "1234567",
+        "SLURM_PROCID": "9",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NUM_TASKS": "16",
+        "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+        "SLURM_STEP_NODELIST": "gpu-[003-004],login",
+    }
+    assert read_launch(slurm) == LaunchInfo(
+        rank=9,
+        world_size=16,
+        local_rank=1,
+        ranks_per_node=8,
+        init_method="tcp://gpu-003:34567",
+    )
+    batch_script = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}
+    assert read_launch(batch_script) == LaunchInfo() == read_launch({})
+    with pytest.raises(ValueError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
+        read_launch({"RANK": "0"})
+
+
+def test_old_torch_is_refused_in_one_line():
+    for fine in ("2.11.0", "2.11.0+cu130", "2.15.0a0+git1234", "3.0.0"):
+        check_torch_version(fine)
+    with pytest.raises(
+        RuntimeError, match=r"torch 2\.10\.1\+cpu found, 2\.11 or newer needed"
+    ) as e:
+        check_torch_version("2.10.1+cpu")
+    assert "\n" not in str(e.value)
+
+
+JOB = """
+import os, sys, threading, time
+from datetime import timedelta
+import torch
+from pith_engine.mesh import Mesh, MeshConfig
+from pith_engine.runtime import (
+    all_reduce, fail_fast, read_launch, set_seeds, start_process_group, stop_process_group
+)
+
+def background():
+    raise KeyError("a logging thread died")
+
+def train():
+    rank = read_launch(os.environ).rank
+    with fail_fast(rank):
+        device = start_process_group("cpu", timedelta(seconds=100))
+        mesh = Mesh.create(MeshConfig(dp=3), timedelta(seconds=100))
+        set_seeds(4)
+        thread = threading.Thread(target=background)
+        thread.start()
+        thread.join()
+        all_reduce(torch.zeros(1), mesh.data)
+        print(f"rank {rank} of {mesh.world.size} goes on on {device}")
+        if rank == 1:
+            raise ArithmeticError("the cause")
+        for _ in range(3):
+            all_reduce(torch.zeros(1), mesh.data)
+        stop_process_group()
+
+pids = {}
+for rank in range(3):
+    pid = os.fork()
+    if pid == 0:
+        os.environ["RANK"] = str(rank)
+        log = os.open(f"{sys.argv[1]}/{rank}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        train()
+        os._exit(0)
+    pids[pid] = rank
+for _ in range(3):
+    pid, status = os.wait()
+    print(pids[pid], os.waitstatus_to_exitcode(status), time.monotonic())
+"""
+
+
+def test_a_rank_that_raises_ends_the_job_and_a_thread_does_not(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environ = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    output = subprocess.run(
+        [sys.executable, "-c", JOB, str(tmp_path)],
+        env=environ,
+        text=True,
+        check=True,
+        timeout=170,
+        stdout=subprocess.PIPE,
+    ).stdout
+    ends = [line.split() for line in output.splitlines()]
+    assert [code for _, code, _ in ends] == ["1"] * 3
+    assert ends[0][0] == "1"  # the rank that raised is the first to go
+    assert float(ends[2][2]) - float(ends[0][2]) < 10
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(3)]
+    for rank, log in enumerate(logs):
+        assert "a logging thread died" in log
+        assert f"rank {rank} of 3 goes on on cpu\n" in log
+        assert f"[rank {rank}] Traceback" in log
+    assert logs[1].splitlines()[-1] == "[rank 1] ArithmeticError: the cause"
+    assert "the cause" not in logs[0] + logs[2]
