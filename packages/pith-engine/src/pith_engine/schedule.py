@@ -23,7 +23,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 
 
 class ActionKind(Enum):
@@ -51,7 +51,7 @@ class Action:
     backward_micro_batch: int | None = None
     """The micro-batch that runs its full backward; OVERLAP only."""
 
-    @property
+    @cached_property
     def parts(self) -> tuple["Action", ...]:
         """The forward and the backward of an OVERLAP; any other action alone."""
         if self.kind is not ActionKind.OVERLAP:

@@ -1,0 +1,88 @@
+"""The learning rate of a step: warmup, then constant, cosine or WSD, as one pure function.
+
+With step t from 1, total steps S, warmup steps W, decay steps D and final ratio r, the rate is
+`peak * factor`:
+
+    warmup    t <= W        t / W
+    constant  t >  W        1
+    cosine    t >  W        r + (1 - r) * (1 + cos(pi * (t - W) / (S - W))) / 2   (arXiv 1608.03983)
+    wsd       t >  S - D    1 - (1 - r) * (t - (S - D)) / D, and 1 before     (arXiv 2404.06395)
+
+WSD (warmup, stable, decay) decays linearly, as in arXiv 2405.18392; its stable part does not depend
+on S, so a run can be prolonged. Cosine and WSD end at `r * peak` on the last step. A run shorter
+than its warmup stays in the warmup; where warmup and decay of WSD meet, the smaller factor holds.
+There is no state: a resumed run computes the same rate from the step alone.
+"""
+
+from dataclasses import dataclass
+from math import cos, isfinite, pi
+from typing import Literal
+
+DEFAULT_FINAL_RATIO = 0.1
+"""Final over peak rate of cosine and WSD: a tenfold decay (Chinchilla, arXiv 2203.15556)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateConfig:
+    """The learning rate over the steps of a run."""
+
+    schedule: Literal["constant", "cosine", "wsd"] = "cosine"
+    """What follows the warmup."""
+    peak: float
+    """Rate at the end of the warmup."""
+    warmup_steps: int = 0
+    """Steps of linear warmup; the last of them runs at the peak."""
+    final_ratio: float | None = None
+    """Rate of the last step over the peak, 0 to 1 (default 0.1); cosine and wsd only."""
+    decay_steps: int | None = None
+    """Last steps of the run that decay; wsd only, which needs it."""
+
+    def __post_init__(self):
+        found = []
+        if self.schedule not in ("constant", "cosine", "wsd"):
+            found.append(f"schedule is {self.schedule!r}; allowed are constant, cosine, wsd")
+        if not (isfinite(self.peak) and self.peak > 0):
+            found.append(f"peak is {self.peak}; allowed are finite rates above 0, e.g. 3e-4")
+        if self.warmup_steps < 0:
+            found.append(f"warmup_steps is {self.warmup_steps}; allowed are 0 and more")
+        if self.final_ratio is not None and not 0 <= self.final_ratio <= 1:
+            found.append(f"final_ratio is {self.final_ratio}; allowed are 0 to 1")
+        if self.schedule == "constant" and self.final_ratio is not None:
+            found.append(
+                f"final_ratio is {self.final_ratio} but schedule constant never decays; leave it "
+                "out or use cosine or wsd"
+            )
+        if self.schedule == "wsd" and (self.decay_steps is None or self.decay_steps < 1):
+            found.append(f"decay_steps is {self.decay_steps}; schedule wsd needs 1 or more")
+        if self.schedule != "wsd" and self.decay_steps is not None:
+            found.append(
+                f"decay_steps is {self.decay_steps} but only schedule wsd has a decay of its own; "
+                "leave it out or use wsd"
+            )
+        if found:
+            raise ValueError("learning rate: " + "; ".join(found))
+
+
+def learning_rate(config: LearningRateConfig, step: int, total_steps: int) -> float:
+    """The learning rate of one step.
+
+    Args:
+        config: peak and shape.
+        step: the step, counted from 1.
+        total_steps: steps of the whole run.
+
+    Raises:
+        ValueError: a step outside `1 .. total_steps`.
+    """
+    if not 1 <= step <= total_steps:
+        raise ValueError(f"step is {step}; allowed are 1 to total_steps {total_steps}")
+    warmup = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
+    final = DEFAULT_FINAL_RATIO if config.final_ratio is None else config.final_ratio
+    decay = 1.0
+    if config.schedule == "cosine" and step > config.warmup_steps:
+        progress = (step - config.warmup_steps) / (total_steps - config.warmup_steps)
+        decay = final + (1 - final) * (1 + cos(pi * progress)) / 2
+    if config.schedule == "wsd" and config.decay_steps is not None:
+        decayed = max(0, step - (total_steps - config.decay_steps))
+        decay = 1 - (1 - final) * decayed / config.decay_steps
+    return config.peak * min(warmup, decay)

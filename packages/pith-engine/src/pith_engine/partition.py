@@ -1,0 +1,198 @@
+"""How many layers each pipeline chunk holds, by cost.
+
+In the V placement rank r holds chunks r and `2 * pp - 1 - r`, so rank 0 also carries the embedding
+and the head, which for a large vocabulary weigh several layers. What limits the pipeline is the
+most loaded rank, not the most loaded chunk:
+
+    minimise   max over ranks r of  cost(chunk r) + cost(chunk 2 pp - 1 - r)
+    then       sum over chunks of   cost(chunk) ** 2
+
+The second keeps a rank's two chunks alike, on which the overlapped slots of neighbours depend.
+
+The first is found by bisection over a limit for every rank. A limit is tested by filling the ranks
+from both ends of the model inwards, depth first with memory, and leaving out what the ranks inside
+could not carry; near the optimum that leaves few states, and the second is exact over them.
+"""
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+
+from pith_engine.schedule import chunk_rank
+
+PRECISION = 1e-9
+"""Relative difference of two costs that counts as none, far above the rounding of their sums."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkCost:
+    """One chunk of a partition."""
+
+    chunk: int
+    """Number of the chunk, in layer order."""
+    rank: int
+    """The rank of the pp axis that holds it."""
+    first_layer: int
+    """Global number of its first layer."""
+    num_layers: int
+    """Layers it holds."""
+    cost: float
+    """Cost of its layers, plus the embedding's in the first chunk and the head's in the last."""
+
+
+@cache
+def layers_per_chunk(
+    layer_costs: tuple[float, ...], num_chunks: int, embedding_cost: float, head_cost: float
+) -> tuple[int, ...]:
+    """Split the layers so that the most loaded rank carries as little as possible.
+
+    Args:
+        layer_costs: cost of every layer, in any one unit (FLOPs of a token, milliseconds).
+        num_chunks: `2 * pp`.
+        embedding_cost: cost of the embedding, in the same unit.
+        head_cost: cost of the head and the loss, in the same unit.
+
+    Returns:
+        Layers of each chunk, at least one, in layer order.
+
+    Raises:
+        ValueError: an odd number of chunks, fewer layers than chunks, or a negative cost.
+    """
+    if num_chunks < 2 or num_chunks % 2:
+        raise ValueError(f"num_chunks is {num_chunks}; allowed are 2 * pp with pp >= 1")
+    if len(layer_costs) < num_chunks:
+        raise ValueError(
+            f"{len(layer_costs)} layers cannot fill num_chunks = {num_chunks}; every chunk needs a "
+            f"layer: use pp of at most {len(layer_costs) // 2}"
+        )
+    if min(*layer_costs, embedding_cost, head_cost) < 0:
+        raise ValueError(
+            f"costs must not be negative: layers {min(layer_costs)} and more, embedding "
+            f"{embedding_cost}, head {head_cost}"
+        )
+    costs = [*layer_costs]
+    costs[0] += embedding_cost
+    costs[-1] += head_cost
+    sums = (0.0, *accumulate(costs))
+    pp = num_chunks // 2
+    best = _fill(sums, pp, sums[-1], evenly=False)
+    assert best is not None, "with as many layers as chunks something always fits"
+    low, high = sums[-1] / pp, _most_loaded_rank(sums, best)
+    while high - low > PRECISION * sums[-1]:
+        middle = (low + high) / 2
+        found = _fill(sums, pp, middle, evenly=False)
+        low, high = (middle, high) if found is None else (low, _most_loaded_rank(sums, found))
+    layers = _fill(sums, pp, high + PRECISION * sums[-1], evenly=True)
+    assert layers is not None, "the limit is that of a partition found"
+    chunk_costs(layers, layer_costs, embedding_cost, head_cost)  # proves that no layer is lost
+    return layers
+
+
+def chunk_costs(
+    layers: tuple[int, ...],
+    layer_costs: tuple[float, ...],
+    embedding_cost: float,
+    head_cost: float,
+) -> tuple[ChunkCost, ...]:
+    """What every chunk of a given partition costs.
+
+    Args:
+        layers: layers of each chunk, in layer order.
+        layer_costs: cost of every layer.
+        embedding_cost: cost of the embedding.
+        head_cost: cost of the head and the loss.
+
+    Raises:
+        ValueError: the chunks do not hold every layer exactly once, an empty chunk, or an odd
+            number of chunks.
+    """
+    if not layers or len(layers) % 2 or min(layers) < 1 or sum(layers) != len(layer_costs):
+        raise ValueError(
+            f"layers_per_chunk is {layers}; allowed is an even count of numbers from 1 that add up "
+            f"to the {len(layer_costs)} layers"
+        )
+    chunks = []
+    for chunk, (num_layers, last) in enumerate(zip(layers, accumulate(layers), strict=True)):
+        cost = sum(layer_costs[last - num_layers : last])
+        cost += embedding_cost if chunk == 0 else 0
+        cost += head_cost if chunk == len(layers) - 1 else 0
+        chunks.append(
+            ChunkCost(
+                chunk=chunk,
+                rank=chunk_rank(chunk, len(layers) // 2),
+                first_layer=last - num_layers,
+                num_layers=num_layers,
+                cost=cost,
+            )
+        )
+    return tuple(chunks)
+
+
+def describe_partition(chunks: tuple[ChunkCost, ...]) -> str:
+    """A text table: the layers and costs of every rank's two chunks, and the imbalance.
+
+    Args:
+        chunks: as `chunk_costs` returns them.
+    """
+    total = sum(chunk.cost for chunk in chunks)
+    lines = ["rank  chunk  layers     cost share  |  chunk  layers     cost share  |  rank share"]
+    pairs = [(first, chunks[-1 - first.chunk]) for first in chunks[: len(chunks) // 2]]
+    for pair in pairs:
+        cells = [f"{pair[0].rank:4}"]
+        for chunk in pair:
+            span = f"{chunk.first_layer}-{chunk.first_layer + chunk.num_layers - 1}"
+            cells.append(f"{chunk.chunk:5}  {span:<9}  {chunk.cost / total:10.1%}  |")
+        lines.append("  ".join([*cells, f"{sum(c.cost for c in pair) / total:10.1%}"]))
+    worst = max(sum(c.cost for c in pair) for pair in pairs) * len(pairs) / total
+    lines.append(f"most loaded rank: {worst:.3f} times the mean")
+    return "\n".join(lines)
+
+
+def _most_loaded_rank(sums: tuple[float, ...], layers: tuple[int, ...]) -> float:
+    """The largest cost of a rank's two chunks together."""
+    costs = [sums[end] - sums[start] for start, end in pairwise((0, *accumulate(layers)))]
+    return max(first + last for first, last in zip(costs, reversed(costs), strict=True))
+
+
+def _fill(
+    sums: tuple[float, ...], pp: int, limit: float, *, evenly: bool
+) -> tuple[int, ...] | None:
+    """Layers per chunk with no rank above `limit`; None if there are none.
+
+    Args:
+        sums: cost of the first n layers at index n.
+        pp: ranks.
+        limit: most that a rank's two chunks may cost together.
+        evenly: the partition with the smallest sum of squared chunk costs; else the first found.
+    """
+    known: dict[tuple[int, int, int], tuple[float, tuple[int, ...]] | None] = {}
+
+    def place(rank: int, start: int, end: int) -> tuple[float, tuple[int, ...]] | None:
+        """Fill ranks `rank .. pp - 1` with layers `start .. end - 1`: (sum of squares, layers)."""
+        if rank == pp:
+            return (0.0, ()) if start == end else None
+        if (rank, start, end) in known:
+            return known[rank, start, end]
+        inner = pp - 1 - rank
+        best = None
+        most = end - start - 2 * inner  # every chunk of the ranks inside needs a layer
+        for first in range(min(most, bisect_right(sums, sums[start] + limit) - start) - 1, 0, -1):
+            cost = sums[start + first] - sums[start]
+            largest = min(most - first, end - bisect_left(sums, sums[end] - (limit - cost)))
+            for second in range(largest, 0, -1):
+                if sums[end - second] - sums[start + first] > inner * limit:
+                    break  # the ranks inside cannot carry what is left, nor more
+                rest = place(rank + 1, start + first, end - second)
+                if rest is None:
+                    continue
+                squares = cost**2 + (sums[end] - sums[end - second]) ** 2 + rest[0]
+                if best is None or squares < best[0]:
+                    best = squares, (first, *rest[1], second)
+                if not evenly:
+                    return best
+        known[rank, start, end] = best
+        return best
+
+    found = place(0, 0, len(sums) - 1)
+    return None if found is None else found[1]

@@ -1,0 +1,128 @@
+"""Run a schedule table with given costs: when each slot runs, the bubble, the live activations.
+
+The rules are the executor's (`schedule.py`): an exchange starts when the rank's previous exchange
+and previous action are over and ends when all its partners have started; an action waits for the
+rank's previous action, and for its exchange if that receives. So the timeline shows the waits of a
+real run, those caused by late receives included, and not only those of data.
+
+With one cost for all chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every rank
+(DeepSeek DualPipe), where F&B is an overlapped slot, B a full backward and W its weight part.
+"""
+
+from dataclasses import dataclass
+
+from pith_engine.schedule import UNIT_COSTS, Action, ActionKind, ScheduleTable
+from pith_engine.schedule_check import meetings, peak_live
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleCosts:
+    """Durations in any one unit; tuples hold one value per chunk, `2 * pp` of them."""
+
+    forward: tuple[float, ...]
+    """A forward of each chunk."""
+    backward_input: tuple[float, ...]
+    """A backward of each chunk without its weight gradients."""
+    weight: tuple[float, ...]
+    """The weight gradients of each chunk."""
+    overlap: float = 1.0
+    """Duration of an overlapped slot over the sum of its two parts."""
+    transfer: float = 0.0
+    """One batched exchange, from the moment that all partners have started."""
+
+    def __post_init__(self):
+        if not len(self.forward) == len(self.backward_input) == len(self.weight):
+            raise ValueError(
+                f"forward, backward_input and weight have {len(self.forward)}, "
+                f"{len(self.backward_input)} and {len(self.weight)} values; each needs 2 * pp"
+            )
+
+    def duration(self, action: Action) -> float:
+        """How long one action runs."""
+        total = 0.0
+        for part in action.parts:
+            match part.kind:
+                case ActionKind.FORWARD:
+                    total += self.forward[part.chunk]
+                case ActionKind.BACKWARD_INPUT:
+                    total += self.backward_input[part.chunk]
+                case ActionKind.WEIGHT:
+                    total += self.weight[part.chunk]
+                case _:
+                    total += self.backward_input[part.chunk] + self.weight[part.chunk]
+        return total * self.overlap if action.kind is ActionKind.OVERLAP else total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """When every slot of a table runs, from time 0."""
+
+    starts: tuple[tuple[float, ...], ...]
+    """Start of every slot, one row per rank."""
+    ends: tuple[tuple[float, ...], ...]
+    """End of every slot, one row per rank."""
+    peak_live: tuple[int, ...]
+    """Most activations (chunk-micro-batches) each rank holds at once; a forward alone keeps all."""
+
+    @property
+    def duration(self) -> float:
+        """From the first start to the last end."""
+        return max(row[-1] for row in self.ends)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Time each rank computes."""
+        rows = zip(self.starts, self.ends, strict=True)
+        return tuple(sum(e - s for s, e in zip(*row, strict=True)) for row in rows)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' time in which they do not compute."""
+        return 1 - sum(self.busy) / (len(self.ends) * self.duration)
+
+
+def unit_schedule_costs(pp: int) -> ScheduleCosts:
+    """The same cost for every chunk, in units of one forward."""
+    chunks = 2 * pp
+    return ScheduleCosts(
+        forward=(UNIT_COSTS[ActionKind.FORWARD],) * chunks,
+        backward_input=(UNIT_COSTS[ActionKind.BACKWARD_INPUT],) * chunks,
+        weight=(UNIT_COSTS[ActionKind.WEIGHT],) * chunks,
+    )
+
+
+def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
+    """Run a table.
+
+    Args:
+        table: the schedule.
+        costs: durations of the `2 * pp` chunks.
+
+    Raises:
+        ValueError: costs for another number of chunks, or a table whose exchanges deadlock.
+    """
+    if len(costs.forward) != 2 * len(table):
+        raise ValueError(f"costs hold {len(costs.forward)} chunks; {len(table)} ranks have twice")
+    starts: list[list[float]] = [[] for _ in table]
+    ends: list[list[float]] = [[] for _ in table]
+    # Start of every exchange reached so far; `meetings` orders them so that partners are known.
+    begun: dict[tuple[int, int], float] = {(rank, 0): 0.0 for rank in range(len(table))}
+    for meeting in meetings(table):
+        rank, position = meeting.rank, meeting.position
+        over = begun[rank, position]
+        if meeting.partners:
+            over = max(over, *(begun[partner] for partner in meeting.partners)) + costs.transfer
+        if position == len(table[rank]):
+            continue
+        slot = table[rank][position]
+        start = max(ends[rank][-1:], default=0.0)
+        if slot.receives:
+            start = max(start, over)
+        starts[rank].append(start)
+        ends[rank].append(start + costs.duration(slot.action))
+        begun[rank, position + 1] = max(over, ends[rank][-1])
+    return Timeline(
+        starts=tuple(map(tuple, starts)),
+        ends=tuple(map(tuple, ends)),
+        peak_live=tuple(peak_live(row) for row in table),
+    )

@@ -1,0 +1,380 @@
+"""Schedule tables: equal to torch's DualPipeV, proved by the checks; wrong tables are refused."""
+
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+from pith_engine.overlap import interleave
+from pith_engine.schedule import (
+    Action,
+    ActionKind,
+    ScheduleTable,
+    Slot,
+    Transfer,
+    TransferKind,
+    dualpipev,
+    forward_only,
+)
+from pith_engine.schedule_check import check_schedule, meetings, peak_live
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+F, B, I, W, O = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.WEIGHT,
+    ActionKind.OVERLAP,
+)
+TORCH_NAMES = {
+    "FORWARD": F,
+    "FULL_BACKWARD": B,
+    "BACKWARD_INPUT": I,
+    "BACKWARD_WEIGHT": W,
+}
+
+
+def torch_row(pp: int, rank: int, num_micro_batches: int) -> list[tuple]:
+    """Torch's compute order of one rank; the method needs these two numbers and no stages."""
+    stand_in = SimpleNamespace(pp_group_size=pp, _n_microbatches=num_micro_batches)
+    actions = ScheduleDualPipeV._calculate_single_rank_operations(stand_in, rank)
+    return [
+        tuple(
+            (TORCH_NAMES[part.computation_type.name], part.stage_index, part.microbatch_index)
+            for part in (action.sub_actions or (action,))
+        )
+        for action in actions
+        if action is not None
+    ]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 8])
+def test_compute_order_equals_torch(pp):
+    for num_micro_batches in (2 * pp, 2 * pp + 1, 3 * pp + 1, 4 * pp):
+        table = dualpipev(pp, num_micro_batches)
+        for rank, row in enumerate(table):
+            ours = [
+                tuple((p.kind, p.chunk, p.micro_batch) for p in slot.action.parts) for slot in row
+            ]
+            assert ours == torch_row(pp, rank, num_micro_batches)
+
+
+@pytest.mark.parametrize("pp", range(1, 17))
+def test_every_table_is_proved(pp):
+    counts = range(2 * pp, 2 * pp + 12) if pp < 4 else (2 * pp, 2 * pp + 1, 3 * pp)
+    for num_micro_batches in counts:
+        table = dualpipev(pp, num_micro_batches)
+        check_schedule(table, num_micro_batches)
+        assert {peak_live(row) for row in table} <= {2 * pp, 2 * pp + 1}
+        # NCCL: what one exchange sends to a rank is received by a single exchange there.
+        for row in table:
+            assert all(len({t.peer for t in slot.sends}) <= 1 for slot in row)
+        for meeting in meetings(table):
+            for peer in {rank for rank, _ in meeting.partners}:
+                assert len({p for p in meeting.partners if p[0] == peer}) <= 2
+    for num_micro_batches in (1, 2, pp, 2 * pp + 1):
+        check_schedule(forward_only(pp, num_micro_batches), num_micro_batches, has_backward=False)
+
+
+def test_one_rank_by_hand():
+    expected = [
+        Action(kind=F, chunk=0, micro_batch=0),
+        Action(kind=F, chunk=1, micro_batch=0),
+        Action(kind=F, chunk=0, micro_batch=1),
+        Action(kind=B, chunk=1, micro_batch=0),
+        Action(kind=O, chunk=1, micro_batch=1, backward_chunk=0, backward_micro_batch=0),
+        Action(kind=B, chunk=1, micro_batch=1),
+        Action(kind=I, chunk=0, micro_batch=1),
+        Action(kind=W, chunk=0, micro_batch=1),
+    ]
+    assert dualpipev(1, 2) == (tuple(Slot(action=action) for action in expected),)
+
+
+def test_two_ranks_evaluate_by_hand():
+    hidden = TransferKind.HIDDEN
+    to_1 = Transfer(kind=hidden, chunk=1, micro_batch=0, peer=1)
+    to_3 = Transfer(kind=hidden, chunk=3, micro_batch=0, peer=0)
+    assert forward_only(2, 1) == (
+        (
+            Slot(action=Action(kind=F, chunk=0, micro_batch=0), sends=(to_1,)),
+            Slot(action=Action(kind=F, chunk=3, micro_batch=0), receives=(replace(to_3, peer=1),)),
+        ),
+        (
+            Slot(action=Action(kind=F, chunk=1, micro_batch=0), receives=(replace(to_1, peer=0),)),
+            Slot(action=Action(kind=F, chunk=2, micro_batch=0), sends=(to_3,)),
+        ),
+    )
+
+
+def test_too_few_micro_batches_are_refused():
+    with pytest.raises(ValueError, match=r"num_micro_batches is 7 with pp 4.*2 \* pp = 8"):
+        dualpipev(4, 7)
+    with pytest.raises(ValueError, match="pp is 0"):
+        forward_only(0, 3)
+    with pytest.raises(ValueError, match="num_micro_batches 0"):
+        forward_only(1, 0)
+
+
+@cache
+def good(pp: int = 3) -> ScheduleTable:
+    return dualpipev(pp, 2 * pp + 1)
+
+
+def with_row(table: ScheduleTable, rank: int, row: list[Slot]) -> ScheduleTable:
+    return (*table[:rank], tuple(row), *table[rank + 1 :])
+
+
+def with_slot(table: ScheduleTable, rank: int, place: int, **changes) -> ScheduleTable:
+    row = list(table[rank])
+    row[place] = replace(row[place], **changes)
+    return with_row(table, rank, row)
+
+
+def refuse(table: ScheduleTable, match: str | None = None, pp: int = 3) -> None:
+    with pytest.raises(ValueError, match=match):
+        check_schedule(table, 2 * pp + 1)
+
+
+def places(table: ScheduleTable):
+    return [(rank, k, slot) for rank, row in enumerate(table) for k, slot in enumerate(row)]
+
+
+def test_every_single_dropped_transfer_is_refused():
+    table = good()
+    for rank, k, slot in places(table):
+        for t in slot.receives:
+            rest = tuple(r for r in slot.receives if r != t)
+            refuse(with_slot(table, rank, k, receives=rest), "before its input is received")
+        for t in slot.sends:
+            rest = tuple(s for s in slot.sends if s != t)
+            refuse(with_slot(table, rank, k, sends=rest), "never sent")
+
+
+def test_every_doubled_or_misdirected_transfer_is_refused():
+    table = good()
+    for rank, k, slot in places(table):
+        for t in slot.receives:
+            refuse(with_slot(table, rank, k, receives=(*slot.receives, t)), "received twice")
+            wrong = tuple(replace(r, peer=rank) if r == t else r for r in slot.receives)
+            refuse(with_slot(table, rank, k, receives=wrong), "not from the rank")
+        for t in slot.sends:
+            refuse(with_slot(table, rank, k, sends=(*slot.sends, t)), "sent twice")
+            wrong = tuple(replace(s, peer=(t.peer + 1) % 3) if s == t else s for s in slot.sends)
+            refuse(with_slot(table, rank, k, sends=wrong), "wrong rank")
+
+
+def test_every_removed_or_doubled_action_is_refused():
+    for pp in (1, 3):
+        table = good(pp)
+        for rank, k, slot in places(table):
+            row = list(table[rank])
+            refuse(with_row(table, rank, row[:k] + row[k + 1 :]), pp=pp)
+            alone = Slot(action=slot.action)
+            refuse(with_row(table, rank, [*row[: k + 1], alone, *row[k + 1 :]]), pp=pp)
+
+
+def test_named_faults_of_compute():
+    table = good()
+    rank, k, _ = next(p for p in places(table) if p[2].action.kind is W)
+    row = list(table[rank])
+    refuse(with_row(table, rank, row[:k] + row[k + 1 :]), "oldest deferred|never run")
+    last = list(table[2])
+    assert last[-1].action.kind is W
+    refuse(with_row(table, 2, last[:-1]), "never run")
+    refuse(with_row(table, 2, [*last[:-2], last[-1], last[-2]]), "oldest deferred")
+    first = table[0][0].action
+    refuse(with_row(table, 0, [Slot(action=first), *table[0]]), r"micro-batches \[0, 0, 1")
+    foreign = Slot(action=Action(kind=F, chunk=1, micro_batch=0))
+    refuse(with_row(table, 0, [foreign, *table[0]]), "chunk 1 runs forward")
+    beyond = Slot(action=replace(first, micro_batch=7))
+    refuse(with_row(table, 0, [*table[0], beyond]), r"5, 6, 7\]")
+    early = Slot(action=Action(kind=B, chunk=5, micro_batch=0))
+    refuse(with_row(table, 0, [early, *table[0]]), "before its forward")
+    incomplete = Slot(action=Action(kind=O, chunk=0, micro_batch=0, backward_chunk=5))
+    refuse(with_row(table, 0, [incomplete, *table[0]]), "OVERLAP needs both")
+
+
+def test_other_numbers_of_micro_batches_and_kinds_are_refused():
+    with pytest.raises(ValueError, match=r"range\(0, 8\)"):
+        check_schedule(good(), 8)
+    with pytest.raises(ValueError, match="runs backward"):
+        check_schedule(good(), 7, has_backward=False)
+    with pytest.raises(ValueError, match="runs backward"):
+        check_schedule(forward_only(3, 7), 7)
+
+
+def execute(table: ScheduleTable) -> None:
+    """Run a table with labels for tensors and one queue per pair of ranks; fail on a wrong one."""
+    last = 2 * len(table) - 1
+    queues: dict[tuple[int, int], list[tuple]] = {}
+    held: list[dict[tuple, tuple]] = [{} for _ in table]
+    reached = [0] * len(table)
+    while any(k < len(row) for k, row in zip(reached, table, strict=True)):
+        before = list(reached)
+        for rank, row in enumerate(table):
+            if reached[rank] == len(row):
+                continue
+            slot = row[reached[rank]]
+            needed = [t.peer for t in slot.receives]
+            if any(len(queues.get((p, rank), [])) < needed.count(p) for p in needed):
+                continue
+            for t in slot.receives:
+                label = queues[t.peer, rank].pop(0)
+                assert label == (t.kind, t.chunk, t.micro_batch)
+                held[rank][label] = label
+            for part in slot.action.parts:
+                if part.kind is F:
+                    if part.chunk > 0:
+                        held[rank].pop((TransferKind.HIDDEN, part.chunk, part.micro_batch))
+                    label = (TransferKind.HIDDEN, part.chunk + 1, part.micro_batch)
+                    held[rank]["saved", part.chunk, part.micro_batch] = ()
+                elif part.kind is W:
+                    held[rank].pop(("deferred", part.chunk, part.micro_batch))
+                    continue
+                else:
+                    held[rank].pop(("saved", part.chunk, part.micro_batch))
+                    if part.chunk < last:
+                        held[rank].pop((TransferKind.GRADIENT, part.chunk, part.micro_batch))
+                    if part.kind is I:
+                        held[rank]["deferred", part.chunk, part.micro_batch] = ()
+                    label = (TransferKind.GRADIENT, part.chunk - 1, part.micro_batch)
+                held[rank][label] = label
+            for t in slot.sends:
+                label = (t.kind, t.chunk, t.micro_batch)
+                queues.setdefault((rank, t.peer), []).append(held[rank].pop(label))
+            reached[rank] += 1
+        assert reached != before, "nothing can run"
+    assert not any(queues.values())
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 8])
+def test_tables_execute(pp):
+    execute(dualpipev(pp, 2 * pp + 3))
+
+
+def test_swapped_neighbours_are_refused_or_harmless():
+    """Swapped slots keep their transfers; what is accepted must still execute."""
+    table = good()
+    swaps = [(rank, k) for rank, row in enumerate(table) for k in range(len(row) - 1)]
+    refused = 0
+    for rank, k in swaps:
+        row = list(table[rank])
+        row[k], row[k + 1] = row[k + 1], row[k]
+        swapped = with_row(table, rank, row)
+        try:
+            check_schedule(swapped, 7)
+        except ValueError:
+            refused += 1
+        else:
+            execute(swapped)
+    assert len(swaps) // 2 < refused < len(swaps)
+
+
+def test_swapped_micro_batches_are_refused():
+    table = good()
+    row = list(table[0])
+    row[0], row[1] = (replace(row[0], action=row[1].action), replace(row[1], action=row[0].action))
+    refuse(with_row(table, 0, row), "ascending")
+
+
+def test_local_turn_is_ordered():
+    table = good(1)
+    row = list(table[0])
+    row[0], row[1] = row[1], row[0]
+    refuse(with_row(table, 0, row), "before its local input", pp=1)
+
+
+def test_transfers_out_of_order_are_refused():
+    """Two receives from one rank in swapped order: complete, in time, but NCCL mixes them up."""
+    table = good()
+    rank, k, slot = next(
+        p
+        for p in places(table)
+        if len(p[2].receives) == 2 and len({t.peer for t in p[2].receives}) == 1
+    )
+    refuse(with_slot(table, rank, k, receives=slot.receives[::-1]), "do not match in order")
+
+
+def test_receives_posted_when_needed_deadlock():
+    """The obvious placement: each receive right before its use. The replay must find the cycle."""
+    pp, num_micro_batches = 3, 7
+    rows = []
+    for row in dualpipev(pp, num_micro_batches):
+        waiting: dict[tuple, Transfer] = {}
+        slots = []
+        for slot in row:
+            waiting.update({(t.kind, t.chunk, t.micro_batch): t for t in slot.receives})
+            now = []
+            for part in slot.action.parts:
+                kind = TransferKind.HIDDEN if part.kind is F else TransferKind.GRADIENT
+                if part.kind is not W:
+                    now.append(waiting.pop((kind, part.chunk, part.micro_batch), None))
+            slots.append(replace(slot, receives=tuple(t for t in now if t)))
+        rows.append(tuple(slots))
+    refuse(tuple(rows), "deadlock|do not match in order")
+
+
+def test_crossing_meetings_deadlock():
+    """Both ranks send before they post the receive that the other one waits for."""
+    slots = [Slot(action=Action(kind=W, chunk=0, micro_batch=0))] * 3
+    to_1 = Transfer(kind=TransferKind.HIDDEN, chunk=1, micro_batch=0, peer=1)
+    to_0 = Transfer(kind=TransferKind.GRADIENT, chunk=0, micro_batch=0, peer=0)
+    from_0, from_1 = replace(to_1, peer=0), replace(to_0, peer=1)
+    send_first = lambda send, receive: (  # noqa: E731
+        replace(slots[0], sends=(send,)),
+        slots[1],
+        replace(slots[2], receives=(receive,)),
+    )
+    with pytest.raises(ValueError, match=r"deadlock.*rank 0 before slot 1.*rank 1 before slot 1"):
+        meetings((send_first(to_1, from_1), send_first(to_0, from_0)))
+    together = lambda send, receive: (  # noqa: E731
+        replace(slots[0], sends=(send,)),
+        replace(slots[1], receives=(receive,)),
+        slots[2],
+    )
+    meetings((together(to_1, from_1), together(to_0, from_0)))
+
+
+def test_too_many_live_activations_are_refused():
+    """All forwards, then all backwards: right in every other way."""
+    num_micro_batches = 4
+    actions = [
+        Action(kind=F, chunk=chunk, micro_batch=m)
+        for m in range(num_micro_batches)
+        for chunk in (0, 1)
+    ]
+    actions += [
+        Action(kind=B, chunk=chunk, micro_batch=m)
+        for m in range(num_micro_batches)
+        for chunk in (1, 0)
+    ]
+    table = (tuple(Slot(action=action) for action in actions),)
+    with pytest.raises(ValueError, match="holds 8 activations, at most 3"):
+        check_schedule(table, num_micro_batches)
+
+
+def facts(value) -> bool:
+    """Whether a value consists of frozen dataclasses, tuples, enums and numbers only."""
+    if is_dataclass(value) and not isinstance(value, type):
+        frozen = type(value).__dataclass_params__.frozen
+        return frozen and all(facts(getattr(value, field.name)) for field in fields(value))
+    if type(value) is tuple:
+        return all(facts(item) for item in value)
+    return value is None or isinstance(value, Enum) or type(value) is int
+
+
+@pytest.mark.parametrize(
+    "table",
+    [dualpipev(3, 7), forward_only(3, 4), interleave(3, 2)],
+    ids=["train", "eval", "overlap"],
+)
+def test_tables_hold_facts_only(table):
+    assert facts(table)
+
+
+def test_the_guard_sees_a_callable():
+    slot = good()[0][0]
+    assert not facts(replace(slot, action=len))
+    assert not facts(replace(slot, receives=("dualpipev",)))
+    assert not facts([slot])
