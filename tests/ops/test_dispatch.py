@@ -234,6 +234,19 @@ def test_nan_in_rows_that_belong_to_nothing_stays_out():
         assert dirty.isfinite().all()
 
 
+def test_an_absent_pair_is_skipped_not_multiplied_by_zero():
+    """Row 0 of the source is what a masked index points at; its NaN belongs to one row alone."""
+    plan = plan_experts(torch.tensor([[0, -1], [-1, 1]], dtype=torch.int32), 2, [1, 1])
+    values = torch.tensor([[torch.nan], [2.0]])
+    for sums in [weighted_partial_sums(values, torch.ones(2, 2), plan), sum_pairs(values, plan)]:
+        assert sums[0].isnan()
+        assert sums[1] == 2
+    plan = make_plan(torch.tensor([[0, -1], [-1, -1], [1, -1]], dtype=torch.int32), 2, 2)
+    sums = sum_ranks(values, plan).flatten()
+    assert sums[0].isnan()
+    assert sums[1:].tolist() == [0, 2]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_bf16_sums_round_once_per_rank_and_repeat_bit_for_bit(num_ranks):
     torch.manual_seed(4)

@@ -98,3 +98,11 @@ def test_no_tokens():
 def test_an_impossible_top_k_is_refused(top_k):
     with pytest.raises(ValueError, match=f"top_k: {top_k} is not between 1 and the 4 experts"):
         softmax_topk(torch.randn(2, 4), top_k, False)
+
+
+@pytest.mark.gpu
+def test_cuda_breaks_ties_as_the_cpu_does():
+    torch.manual_seed(4)
+    logits = torch.randint(0, 3, (4096, 128)).float()
+    ids = softmax_topk(logits.cuda(), 8, True)[0]
+    assert torch.equal(ids.cpu(), softmax_topk(logits, 8, True)[0])

@@ -16,6 +16,7 @@ upper bound). Such rows hold garbage, NaN included, and a grouped GEMM leaves th
 unwritten. Here they are cut off before any product and their outputs are zeros.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -48,7 +49,7 @@ class Groups:
         return sum(self.sizes)
 
     @classmethod
-    def from_sizes(cls, sizes: list[int] | tuple[int, ...], device: torch.device | str) -> "Groups":
+    def from_sizes(cls, sizes: Sequence[int], device: torch.device | str) -> "Groups":
         """Groups of the given sizes, with their offsets on `device` (an asynchronous copy).
 
         Raises:
