@@ -29,6 +29,9 @@ import torch.distributed as dist
 
 AXIS_NAMES = ("pp", "dp", "cp", "ep")
 
+GroupKey = tuple[bool, tuple[int, ...]]
+"""Which communicator: whether it is the backward's own, and its ranks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
@@ -164,12 +167,14 @@ class Mesh:
             raise ValueError(
                 f"mesh {config.label} needs {config.world_size} processes, {available} are running"
             )
-        groups: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        groups: dict[GroupKey, dist.ProcessGroup | None] = {}
         for name in _MEMBERS:
             for rank in range(config.world_size):
                 key = _group_key(name, _ranks_of(name, config, rank))
                 if len(key[1]) > 1 and key not in groups:
-                    groups[key] = dist.new_group(list(key[1]), timeout=timeout)
+                    group = dist.new_group(list(key[1]), timeout=timeout)
+                    # Ranks outside the group get a number.
+                    groups[key] = group if isinstance(group, dist.ProcessGroup) else None
         rank = dist.get_rank()
         if rank >= config.world_size:
             return None
@@ -305,7 +310,7 @@ _MEMBERS: dict[str, tuple[tuple[str, ...], str]] = {
 def _axes(
     config: MeshConfig,
     rank: int,
-    groups: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup | None],
+    groups: dict[GroupKey, dist.ProcessGroup | None],
 ) -> dict[str, Axis]:
     axes = {}
     for name in _MEMBERS:
@@ -320,7 +325,7 @@ def _axes(
     return axes
 
 
-def _group_key(name: str, ranks: tuple[int, ...]) -> tuple[bool, tuple[int, ...]]:
+def _group_key(name: str, ranks: tuple[int, ...]) -> GroupKey:
     return name == "ep_backward", ranks
 
 

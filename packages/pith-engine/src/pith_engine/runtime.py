@@ -18,7 +18,7 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -160,7 +160,7 @@ def set_seeds(seed: int) -> None:
 
 
 @contextmanager
-def fail_fast(rank: int) -> Iterator[None]:
+def fail_fast(rank: int) -> Generator[None, None, None]:
     """End the process at once when the body raises: see the file's docstring.
 
     Ctrl-C ends it with code 130; `SystemExit` is left alone.
