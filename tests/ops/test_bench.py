@@ -1,0 +1,148 @@
+"""The benchmark: every operator is in it, and nothing that is wrong gets a figure."""
+
+import json
+import math
+import pkgutil
+from dataclasses import replace
+
+import pith_ops
+import pytest
+import torch
+from pith_ops.bench import Operator, bench_table, default_shapes, main, run_benchmarks
+from pith_ops.bench_gate import Gate, Unit
+from pith_ops.linear import linear
+from pith_ops.weight_grad import WeightGradQueue
+
+CPU = torch.device("cpu")
+NOT_OPERATORS = {"bench", "bench_gate", "device", "weight_grad"}
+"""Modules without an operator of their own; the queue is measured with the linear ones."""
+
+
+def tiny_shapes(dtype):
+    return replace(
+        default_shapes(CPU, dtype), tokens=24, sequence=12, hidden=16, head_dim=8, vocabulary=50
+    )
+
+
+def test_every_operator_of_the_package_is_measured():
+    modules = {module.name for module in pkgutil.iter_modules(pith_ops.__path__)}
+    assert {operator.value for operator in Operator} == modules - NOT_OPERATORS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_all_pass_their_gates_beside_a_competitor(dtype):
+    rows = run_benchmarks(list(Operator), tiny_shapes(dtype))
+    for operator in Operator:
+        names = [row.implementation for row in rows if row.operator == operator.value]
+        assert any(name.startswith("pith_ops") for name in names)
+        assert any(name.startswith("torch") for name in names)
+    for row in rows:
+        assert row.passed, row
+        assert row.forward_ms > 0 and row.forward_rate > 0
+        assert (row.total_ms is None) == (row.operator == "dispatch")
+
+
+def square_gate(x):
+    return Gate("square", lambda x: x * x, (x,), unit=Unit.BYTES, forward_work=1.0, total_work=3.0)
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0] * grad
+
+
+WRONG = {
+    "a factor": lambda x: 1.001 * x * x,
+    "rows out of order": lambda x: (x * x).flip(0),
+    "a shape": lambda x: (x * x)[:-1],
+    "nan": lambda x: torch.where(torch.arange(len(x)) == 2, math.nan, x * x),
+    "the gradient": WrongGradient.apply,
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_not_timed(what):
+    gate = square_gate(torch.randn(6, requires_grad=True))
+    assert gate.measure("right", lambda x: x**2).total_ms > 0
+    calls = []
+
+    def run(x):
+        calls.append(None)
+        return WRONG[what](x)
+
+    row = gate.measure("wrong", run)
+    assert not row.passed and len(calls) == 1
+    assert row.forward_ms is row.forward_rate is row.total_ms is row.total_rate is None
+    (line,) = bench_table([row]).splitlines()[1:]
+    assert "GATE FAILED" in line and " ms" not in line and "GB/s" not in line
+
+
+def test_an_unequal_integer_fails_and_needs_no_tolerance():
+    ids = torch.arange(5)
+    gate = Gate("ids", lambda ids: ids + 1, (ids,), unit=Unit.BYTES, forward_work=1.0)
+    assert gate.measure("right", lambda ids: ids + 1).error == 0
+    assert gate.measure("wrong", lambda ids: ids + (ids == 3)).error == math.inf
+
+
+def test_deferred_gradients_are_part_of_the_gate():
+    x, weight = torch.randn(5, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    gate = Gate(
+        "linear",
+        lambda x, w: x @ w.t(),
+        (x, weight),
+        unit=Unit.FLOPS,
+        forward_work=1.0,
+        total_work=3.0,
+    )
+    queue = WeightGradQueue()
+    assert gate.measure("flushed", lambda x, w: linear(x, w, None, queue), queue).passed
+    forgotten = WeightGradQueue()
+    assert not gate.measure("forgotten", lambda x, w: linear(x, w, None, forgotten)).passed
+
+
+def test_command_line(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    assert main(["swiglu", "routing", "--device", "cpu", "--tokens", "9", "--json", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "dtype torch.float32" in text and "attention" not in text
+    written = json.loads(path.read_text())
+    assert written["environment"]["torch"] == torch.__version__
+    assert {row["operator"] for row in written["rows"]} == {"swiglu", "routing"}
+    assert all(row["passed"] and row["forward_ms"] > 0 for row in written["rows"])
+
+
+def test_command_line_fails_with_a_broken_operator_and_prints_no_time_for_it(monkeypatch, capsys):
+    monkeypatch.setattr("pith_ops.bench.swiglu", lambda x: x.chunk(2, -1)[0] * x.chunk(2, -1)[1])
+    assert main(["swiglu", "--device", "cpu", "--tokens", "8"]) == 1
+    ours, competitor = capsys.readouterr().out.splitlines()[2:]
+    assert "GATE FAILED" in ours and " ms" not in ours
+    assert " ms" in competitor
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["swigloo"], "unknown operator swigloo; choose from attention, rope"),
+        (["rope", "--tokens", "0"], "--tokens 0 must be at least 1"),
+        (["rope", "--dtype", "int8"], "invalid choice"),
+    ],
+)
+def test_command_line_refuses(arguments, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_all_pass_their_gates_on_a_gpu():
+    shapes = replace(default_shapes(torch.device("cuda"), torch.bfloat16), tokens=4096)
+    rows = run_benchmarks(list(Operator), shapes)
+    print(bench_table(rows))
+    assert all(row.passed for row in rows)
