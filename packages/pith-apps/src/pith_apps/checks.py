@@ -13,7 +13,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from pith_engine.checkpoint import find_checkpoint, read_manifest
 from pith_engine.mesh import mesh_violations
 
 from pith_apps.config import (
@@ -74,6 +73,8 @@ def check_resume(config: RunConfig) -> None:
     newest = newest_checkpoint(config)
     if newest is None:
         return
+    from pith_engine.checkpoint import read_manifest
+
     facts = read_manifest(newest).run
     found = [
         change
@@ -95,9 +96,29 @@ def check_resume(config: RunConfig) -> None:
 
 def newest_checkpoint(config: RunConfig) -> Path | None:
     """The newest complete checkpoint of the run, None without one; quiet about incomplete ones."""
+    if not config.checkpoint_folder.is_dir():
+        return None
+    # Takes as long to import as torch itself, and the launcher of a new run does not need it.
+    from pith_engine.checkpoint import find_checkpoint
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return find_checkpoint(config.checkpoint_folder)
+
+
+def required_checkpoint(config: RunConfig) -> Path:
+    """The newest complete checkpoint of the run.
+
+    Raises:
+        ValueError: there is none.
+    """
+    newest = newest_checkpoint(config)
+    if newest is None:
+        raise ValueError(
+            f"{config.checkpoint_folder} holds no complete checkpoint: run `pith pretrain` first, "
+            "or set --name and --runs-folder to those of a run that has one"
+        )
+    return newest
 
 
 def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

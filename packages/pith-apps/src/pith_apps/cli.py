@@ -31,7 +31,7 @@ usage: pith VERB ...
   pith pretrain RECIPE       train from scratch, or resume: the same command again
   pith evaluate RECIPE       held-out loss of the newest checkpoint of a run
   pith convert export RECIPE newest checkpoint of a run to a Hugging Face folder
-  pith convert import RECIPE --from-folder FOLDER
+  pith convert import RECIPE --source FOLDER
                              a Hugging Face folder to a checkpoint that the run starts from
   pith parity RECIPE         loss and gradients of many meshes against one process
 
@@ -103,6 +103,8 @@ def _run_verb(verb: str, rest: list[str]) -> int:
             return _tokenize(rest)
         case "pretrain" | "evaluate":
             return _run_in_ranks(verb, rest)
+        case "convert":
+            return _convert(rest)
         case "parity":
             return _parity(rest)
     near = get_close_matches(verb, VERBS, n=1, cutoff=0.4)
@@ -131,23 +133,62 @@ def _tokenize(rest: list[str]) -> int:
     return 0
 
 
+def _convert(rest: list[str]) -> int:
+    """In this process alone: no ranks, no GPU."""
+    from tyro import MISSING
+
+    from pith_apps.arguments import ExportArguments, ImportArguments
+    from pith_apps.checks import required_checkpoint
+    from pith_apps.config import torch_dtype
+    from pith_apps.convert import export_checkpoint, import_checkpoint
+    from pith_apps.recipes.load import load_recipe
+
+    match rest:
+        case ["export", *export_rest]:
+            recipe, options = _split_recipe("convert export", export_rest)
+            export = ExportArguments(config=load_recipe(recipe))
+            export = _parse_recipe("convert export", export, options)
+            config = export.config
+            export_checkpoint(
+                required_checkpoint(config),
+                export.output or config.export_folder,
+                config.model,
+                dtype=torch_dtype(export.dtype or config.train.dtype),
+                companions=config.tokenizer_folder,
+                replace=export.output is None,
+            )
+        case ["import", *import_rest]:
+            recipe, options = _split_recipe("convert import", import_rest)
+            source = ImportArguments(config=load_recipe(recipe), source=MISSING)
+            source = _parse_recipe("convert import", source, options)
+            config = source.config
+            import_checkpoint(source.source, config.checkpoint_folder, config.model)
+        case _:
+            raise ValueError("say `pith convert export RECIPE` or `pith convert import RECIPE`")
+    return 0
+
+
 def _run_in_ranks(verb: str, rest: list[str]) -> int:
     """Check the run, then be one rank of it or start the ranks."""
     from pith_apps.checks import check_resume, check_run
-    from pith_apps.evaluate import evaluate
     from pith_apps.launch import find_machine, is_rank, launch
-    from pith_apps.pretrain import pretrain
     from pith_apps.recipes.load import load_recipe
 
     recipe, options = _split_recipe(verb, rest)
-    config = _parse(verb, load_recipe(recipe), options)
+    config = _parse_recipe(verb, load_recipe(recipe), options)
     machine = find_machine(config.nproc or config.mesh.world_size, os.environ)
     check_run(config, machine)
     if verb == "pretrain":
         check_resume(config)
     if not is_rank(os.environ) and machine.world_size > 1:
         return launch(machine.world_size, [verb, *rest])
-    return pretrain(config, machine) if verb == "pretrain" else evaluate(config)
+    if verb == "evaluate":
+        from pith_apps.evaluate import evaluate
+
+        return evaluate(config)
+    from pith_apps.pretrain import pretrain
+
+    return pretrain(config, machine)
 
 
 def _parity(rest: list[str]) -> int:
@@ -163,7 +204,7 @@ def _parity(rest: list[str]) -> int:
     from pith_apps.trainer import joined_group
 
     recipe, options = _split_recipe("parity", rest)
-    arguments = _parse("parity", ParityArguments(config=load_recipe(recipe)), options)
+    arguments = _parse_recipe("parity", ParityArguments(config=load_recipe(recipe)), options)
     config, meshes = arguments.config, tuple(parse_mesh(label) for label in arguments.meshes)
     check_parity(config, meshes)
     machine = find_machine(max(mesh.world_size for mesh in meshes), os.environ)
@@ -186,7 +227,7 @@ def _split_recipe(verb: str, rest: list[str]) -> tuple[str, list[str]]:
     )
 
 
-def _parse(verb: str, default: Arguments, options: list[str]) -> Arguments:
+def _parse_recipe(verb: str, default: Arguments, options: list[str]) -> Arguments:
     """`default` with the fields that the command line names replaced."""
     from tyro import cli as parse
     from tyro.conf import AvoidSubcommands

@@ -144,6 +144,20 @@ class RunConfig:
         return self.run_folder / "checkpoints"
 
     @property
+    def export_folder(self) -> Path:
+        """The Hugging Face folder that a finished run is exported to."""
+        return self.run_folder / "export"
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The tokenizer that goes into an export, which needs no corpus.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return self.data.tokenizer or self.folders.tokenizer
+
+    @property
     def folders(self) -> "DataFolders":
         """Where the corpora and their tokenizer are.
 

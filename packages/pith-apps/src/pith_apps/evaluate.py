@@ -10,7 +10,7 @@ recipe's run folder, saved on whatever mesh.
 from pith_engine.checkpoint import load_checkpoint
 from pith_engine.gradients import count_targets
 
-from pith_apps.checks import newest_checkpoint
+from pith_apps.checks import required_checkpoint
 from pith_apps.config import RunConfig
 from pith_apps.corpus import Corpus
 from pith_apps.data import held_out_batches
@@ -23,12 +23,7 @@ def evaluate(config: RunConfig) -> int:
     Raises:
         ValueError: there is no complete checkpoint.
     """
-    newest = newest_checkpoint(config)
-    if newest is None:
-        raise ValueError(
-            f"{config.checkpoint_folder} holds no complete checkpoint: run `pith pretrain` first, "
-            "or set --name and --runs-folder to those of a run that has one"
-        )
+    newest = required_checkpoint(config)
     with joined_mesh(config) as (mesh, device):
         trainer = build_trainer(config, mesh, device)
         manifest = load_checkpoint(newest, trainer.parameters, None, mesh)

@@ -20,9 +20,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from pith_engine.runtime import read_launch
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pith_apps.plan import Machine
 
@@ -51,6 +48,10 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
     A rank that fails ends the others at once, and is named. An interrupt (Ctrl-C, SIGTERM) ends
     all of them.
     """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     # Ranks share the cores: without this each would start a thread for every core.
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))

@@ -35,8 +35,9 @@ from pith_engine.mesh import Mesh
 from pith_engine.optim import AdamW
 from pith_engine.runtime import all_reduce, broadcast_object, read_launch
 
-from pith_apps.checks import changed_fields
-from pith_apps.config import RunConfig, config_record
+from pith_apps.checks import changed_fields, required_checkpoint
+from pith_apps.config import RunConfig, compute_dtype, config_record
+from pith_apps.convert import export_checkpoint
 from pith_apps.corpus import Corpus, unigram_entropy
 from pith_apps.data import TrainingData
 from pith_apps.evaluate import held_out_loss
@@ -209,9 +210,17 @@ def _peak_memory(mesh: Mesh, device: torch.device) -> int:
 
 def _finish(config: RunConfig) -> None:
     """After the last step, rank 0 alone: the picture, the export, and where everything is."""
-    folder, export = config.run_folder, config.run_folder / "export"
+    folder = config.run_folder
     held_out = Corpus.open(config.folders.held_out, config.model.vocab_size)
     plot_losses(folder, unigram_entropy=unigram_entropy(held_out.tokens))
+    export_checkpoint(
+        required_checkpoint(config),
+        config.export_folder,
+        config.model,
+        dtype=compute_dtype(config),
+        companions=config.tokenizer_folder,
+        replace=True,
+    )
     losses = [record for record in read_metrics(folder) if "held_out_loss" in record]
     first, last = losses[0], losses[-1]
     share = last["held_out_loss"] / first["held_out_loss"]
@@ -221,6 +230,6 @@ def _finish(config: RunConfig) -> None:
         f"metrics     {folder / 'metrics.jsonl'}\n"
         f"losses      {folder / 'loss.png'}\n"
         f"checkpoints {config.checkpoint_folder}\n"
-        f"export      {export} (Hugging Face)",
+        f"export      {config.export_folder} (Hugging Face)",
         flush=True,
     )
