@@ -46,7 +46,7 @@ def plot_losses(folder: Path, *, unigram_entropy: float | None = None) -> Path:
         axes.annotate(
             f"{losses[-1]:.3f}",
             (steps[-1], losses[-1]),
-            xytext=(-8, -14),
+            xytext=(0, 10),
             ha="right",
             textcoords="offset points",
             color="tab:orange",

@@ -1,0 +1,364 @@
+"""The proof that a mesh changes nothing: one step on many meshes against one process.
+
+For each mesh the same initial weights and the same global batch go through the real pipeline, and
+loss, balance loss, gradient norm and every canonical parameter's gradient are compared with a
+reference: one process, the whole batch at once, plain autograd over `contract.plain_hidden`, and
+torch's own cross-entropy over full logits. It shares the model's stages and the formula of the
+balance loss with the pipeline, and nothing of dispatch, schedule, transfers or sharding.
+
+    difference of two numbers   |a - b| / |b|
+    difference of a gradient    max |a - b| / max |b|,  b the reference tensor
+    a mesh agrees when          its initial weights are bit-equal, every element of every gradient
+                                is held by exactly one rank, and no difference exceeds
+                                    float64   1e-10
+                                    float32   1e-5, gradients 1e-4
+
+A wrong factor shows up on exactly the meshes that have the axis which causes it. The optimizer does
+not run: Adam would hide a factor. The batch is made to be uneven: targets are ignored in other
+numbers on every rank, one sequence has none left, and one is a single token over and over, which
+sends all of it to the same experts.
+
+Every rank computes the reference itself and compares the blocks that it holds, so nothing but a few
+numbers travels. The trap: a top-k tie that rounding breaks differently is no fault of the mesh; in
+float32 it would show as a large gradient difference, in float64 it does not happen.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import sha256
+
+import torch
+from pith_engine.balance import sequence_balance
+from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, plain_hidden
+from pith_engine.fsdp import (
+    CanonicalBlock,
+    Unit,
+    canonical_blocks,
+    shard_chunks,
+    sharded_parameters,
+)
+from pith_engine.gradients import count_targets, global_norm
+from pith_engine.init import initialise
+from pith_engine.mesh import Mesh, MeshConfig, mesh_violations
+from pith_engine.partition import layers_per_chunk
+from pith_engine.pipeline import Pipeline
+from pith_engine.runtime import connect_mesh, gather_objects
+from pith_models.build import build_chunks, forward_flops
+from pith_ops.attention import choose_attention_backend
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from pith_apps.config import RunConfig
+
+PARITY_MESHES = ("dp2", "dp4", "ep2", "ep4", "pp2", "pp2-ep2", "pp2-dp2", "dp2-ep2")
+"""All two-rank and four-rank meshes of these axes that two chunks a rank allow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityReference:
+    """What one process computes for the whole batch."""
+
+    weights: dict[str, Tensor]
+    """Initial value of every canonical tensor, whole."""
+    weights_sha256: str
+    """Their hash: all ranks must start from one reference."""
+    gradients: dict[str, Tensor]
+    """Its gradient."""
+    loss: float
+    """Mean loss of the counted targets, in nats."""
+    balance: float
+    """Balance loss without coefficient, mean over the layers."""
+    norm: float
+    """Norm of all gradients."""
+    num_targets: int
+    """Counted targets of the batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityResult:
+    """How far one mesh is from the reference."""
+
+    mesh: str
+    """Its label."""
+    weights_equal: bool
+    """Whether the initial weights are the reference's, bit for bit."""
+    covered: bool
+    """Whether every element of every gradient is held by exactly one rank of the mesh."""
+    loss: float
+    """Relative difference of the loss."""
+    balance: float
+    """Relative difference of the balance loss."""
+    norm: float
+    """Relative difference of the gradient norm."""
+    gradient: float
+    """Largest relative difference of a gradient tensor."""
+    worst: str
+    """The tensor that has it."""
+    seconds: float
+    """Time of the step."""
+
+    def agrees(self, dtype: torch.dtype) -> bool:
+        """Whether it is within the tolerances of `dtype`; a NaN never is."""
+        number, gradient = (1e-10, 1e-10) if dtype == torch.float64 else (1e-5, 1e-4)
+        return (
+            self.weights_equal
+            and self.covered
+            and all(value <= number for value in (self.loss, self.balance, self.norm))
+            and self.gradient <= gradient
+        )
+
+
+def check_parity(config: RunConfig, meshes: tuple[MeshConfig, ...]) -> None:
+    """Refuse meshes that cannot run the model.
+
+    Raises:
+        ValueError: names every violation of every mesh.
+    """
+    faults = [
+        f"{mesh.label}: {fault}"
+        for mesh in meshes
+        for fault in mesh_violations(
+            mesh,
+            world_size=mesh.world_size,
+            num_experts=config.model.num_experts,
+            num_layers=config.model.num_hidden_layers,
+            num_micro_batches=num_parity_sequences(meshes),
+        )
+    ]
+    if not meshes:
+        faults.append(f"no mesh is named; for example {' '.join(PARITY_MESHES)}")
+    if faults:
+        raise ValueError("parity cannot run:" + "".join(f"\n  - {fault}" for fault in faults))
+
+
+def parity_worker(
+    config: RunConfig,
+    meshes: tuple[MeshConfig, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Compare every mesh with one process; rank 0 prints the table.
+
+    Every rank of the default process group calls it; the group has at least as many ranks as the
+    largest mesh.
+
+    Args:
+        config: gives model, sequence length, seed, balance loss and attention backend.
+        meshes: as `check_parity` accepts them.
+        dtype: float64 or float32.
+        device: of this rank.
+
+    Returns:
+        Whether all meshes agree, the same on every rank that took part in all of them.
+    """
+    sequences = parity_sequences(config, num_parity_sequences(meshes), device)
+    reference = compute_reference(config, sequences, dtype, device)
+    is_first = torch.distributed.get_rank() == 0
+    if is_first:
+        print(
+            f"parity of {config.name} in {str(dtype).removeprefix('torch.')}: one step of "
+            f"{len(sequences)} sequences of {config.train.sequence_length}, "
+            f"{reference.num_targets} targets\n"
+            f"one process: loss {reference.loss:.12f}, balance {reference.balance:.12f}, "
+            f"gradient norm {reference.norm:.12f}\n{_HEADER}",
+            flush=True,
+        )
+    all_agree = True
+    for mesh_config in meshes:
+        mesh = Mesh.create(mesh_config, timedelta(seconds=config.timeout))
+        if mesh is None:
+            continue
+        connect_mesh(mesh, device)
+        result = compare_mesh(config, mesh, sequences, reference, dtype, device)
+        all_agree = all_agree and result.agrees(dtype)
+        if is_first:
+            print(_row(result, dtype), flush=True)
+    if is_first:
+        print("PASS" if all_agree else "FAIL", flush=True)
+    return all_agree
+
+
+def num_parity_sequences(meshes: tuple[MeshConfig, ...]) -> int:
+    """Sequences of the global batch: `2 * pp` micro-batches of one on every batch rank."""
+    return math.lcm(*(2 * mesh.pp * mesh.num_batch_ranks for mesh in meshes))
+
+
+def parity_sequences(config: RunConfig, num_sequences: int, device: torch.device) -> list[Batch]:
+    """The global batch as micro-batches of one sequence, uneven on purpose."""
+    length, vocab_size = config.train.sequence_length, config.model.vocab_size
+    generator = torch.Generator().manual_seed(config.train.seed)
+    rows = torch.randint(vocab_size, (num_sequences, length + 1), generator=generator)
+    rows[1] = rows[1, 0]
+    targets = rows[:, 1:].clone()
+    for number, row in enumerate(targets):
+        row[: length * number // num_sequences] = IGNORED_TARGET
+    targets[2:3] = IGNORED_TARGET
+    return [
+        Batch(
+            tokens=tokens.to(device),
+            targets=row.to(device),
+            positions=torch.arange(length, device=device),
+            sequence_length=length,
+        )
+        for tokens, row in zip(rows[:, :-1], targets, strict=True)
+    ]
+
+
+def compute_reference(
+    config: RunConfig, sequences: list[Batch], dtype: torch.dtype, device: torch.device
+) -> ParityReference:
+    """One step of the whole batch in this process, with autograd alone."""
+    chunks, units = _build(config, Mesh.single(), dtype, device)
+    parameters = sharded_parameters(units)
+    whole = Batch(
+        tokens=torch.cat([batch.tokens for batch in sequences]),
+        targets=torch.cat([batch.targets for batch in sequences]),
+        positions=torch.cat([batch.positions for batch in sequences]),
+        sequence_length=sequences[0].sequence_length,
+    )
+    num_targets = int((whole.targets != IGNORED_TARGET).sum())
+    outputs = list(plain_hidden(chunks, whole))
+    balances = [
+        sequence_balance(routing, whole)
+        for _, routing in outputs
+        if routing is not None and config.balance.method != "none"
+    ]
+    logits = chunks[-1].logits(outputs[-1][0])
+    loss = cross_entropy(logits, whole.targets, ignore_index=IGNORED_TARGET, reduction="sum")
+    balance = torch.stack(balances).sum() if balances else torch.zeros_like(loss)
+    ((loss + config.balance.coefficient * balance) / num_targets).backward()
+    for unit in units:
+        unit.reduce()
+    weights = [block for p in parameters for block in canonical_blocks(p, p.shard)]
+    gradients = [block for p in parameters for block in canonical_blocks(p, p.grad)]
+    digest = sha256()
+    for block in weights:
+        digest.update(block.tensor.cpu().numpy().tobytes())
+    return ParityReference(
+        weights={block.name: block.tensor for block in weights},
+        weights_sha256=digest.hexdigest(),
+        gradients={block.name: block.tensor for block in gradients},
+        loss=loss.item() / num_targets,
+        balance=balance.item() / (num_targets * max(1, len(balances))),
+        norm=math.sqrt(sum(block.tensor.double().square().sum().item() for block in gradients)),
+        num_targets=num_targets,
+    )
+
+
+def compare_mesh(
+    config: RunConfig,
+    mesh: Mesh,
+    sequences: list[Batch],
+    reference: ParityReference,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ParityResult:
+    """Run the step on `mesh`, all of whose ranks call this, and compare."""
+    chunks, units = _build(config, mesh, dtype, device)
+    parameters = sharded_parameters(units)
+    blocks = [block for p in parameters for block in canonical_blocks(p, p.shard)]
+    weights_equal = all(
+        torch.equal(block.tensor, _block_of(reference.weights, block)) for block in blocks
+    )
+    pipeline = Pipeline(
+        chunks,
+        mesh,
+        hidden_size=config.model.hidden_size,
+        dtype=dtype,
+        device=device,
+        balance=config.balance,
+    )
+    per_rank = len(sequences) // mesh.num_batch_ranks
+    batches = sequences[mesh.batch_rank * per_rank : (mesh.batch_rank + 1) * per_rank]
+    start = time.perf_counter()
+    losses = pipeline.train_step(batches, count_targets(batches, mesh))
+    for unit in units:
+        unit.reduce()
+    norm = global_norm(parameters, mesh).item()
+    seconds = time.perf_counter() - start
+
+    gradients = [block for p in parameters for block in canonical_blocks(p, p.grad)]
+    mine = {
+        block.name: _compare_block(block, reference) for block in gradients if block.tensor.numel()
+    }
+    facts = gather_objects((weights_equal, reference.weights_sha256, mine), mesh.world)
+    sizes = dict.fromkeys(reference.gradients, 0)
+    differences = dict.fromkeys(reference.gradients, 0.0)
+    for _, _, compared in facts:
+        for name, (difference, size) in compared.items():
+            sizes[name] += size
+            differences[name] = max(differences[name], difference)
+    worst = max(differences, key=lambda name: differences[name])
+    return ParityResult(
+        mesh=mesh.config.label,
+        weights_equal=all(equal for equal, _, _ in facts) and len({h for _, h, _ in facts}) == 1,
+        covered=all(sizes[name] == g.numel() for name, g in reference.gradients.items()),
+        loss=_relative(losses.loss, reference.loss),
+        balance=_relative(losses.balance, reference.balance),
+        norm=_relative(norm, reference.norm),
+        gradient=differences[worst],
+        worst=worst,
+        seconds=seconds,
+    )
+
+
+def _build(
+    config: RunConfig, mesh: Mesh, dtype: torch.dtype, device: torch.device
+) -> tuple[list[ModelChunk], list[Unit]]:
+    """This rank's chunks with initial weights, gathered."""
+    model = config.model
+    backend = choose_attention_backend(
+        config.train.attention, device, dtype, model.head_dim, model.head_dim, packed=False
+    )
+    flops = forward_flops(model, config.train.sequence_length)
+    layers = layers_per_chunk(flops.layers, 2 * mesh.pp.size, 0.0, flops.head)
+    chunks = build_chunks(model, mesh, layers, attention_backend=backend)
+    units = shard_chunks(chunks, mesh, compute_dtype=dtype, device=device)
+    initialise(sharded_parameters(units), config.train.seed)
+    for unit in units:
+        unit.gather()
+    return chunks, units
+
+
+def _block_of(tensors: dict[str, Tensor], block: CanonicalBlock) -> Tensor:
+    """The part of the whole canonical tensor that `block` covers."""
+    whole = tensors[block.name]
+    for dim, (start, size) in enumerate(zip(block.offsets, block.tensor.shape, strict=True)):
+        whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
+    return whole
+
+
+def _compare_block(block: CanonicalBlock, reference: ParityReference) -> tuple[float, int]:
+    """Largest difference in the block over the largest value of its tensor; elements compared."""
+    difference = (block.tensor - _block_of(reference.gradients, block)).abs().max().item()
+    scale = reference.gradients[block.name].abs().max().item()
+    return _ratio(difference, scale), block.tensor.numel()
+
+
+def _relative(value: float, reference: float) -> float:
+    return _ratio(abs(value - reference), abs(reference))
+
+
+def _ratio(difference: float, scale: float) -> float:
+    """Difference over scale; a NaN, or any difference from zero, is infinitely far."""
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale > 0 and not math.isnan(difference) else math.inf
+
+
+_HEADER = (
+    f"{'mesh':<10} {'weights':<9} {'loss':>8} {'balance':>8} {'norm':>8} {'gradient':>8}  "
+    f"{'seconds':>7}  verdict  largest gradient difference in"
+)
+
+
+def _row(result: ParityResult, dtype: torch.dtype) -> str:
+    weights = "bit-equal" if result.weights_equal else "DIFFER"
+    numbers = [result.loss, result.balance, result.norm, result.gradient]
+    return (
+        f"{result.mesh:<10} {weights:<9} {' '.join(f'{n:8.1e}' for n in numbers)}  "
+        f"{result.seconds:7.2f}  {'agrees ' if result.agrees(dtype) else 'DIFFERS'}  {result.worst}"
+        + ("" if result.covered else "; some elements on no rank or on several")
+    )
