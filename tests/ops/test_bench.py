@@ -9,7 +9,7 @@ import pith_ops
 import pytest
 import torch
 from pith_ops.bench import Operator, bench_table, default_shapes, main, run_benchmarks
-from pith_ops.bench_gate import Gate, Unit
+from pith_ops.bench_gate import Gate, SpeedUnit
 from pith_ops.linear import linear
 from pith_ops.weight_grad import WeightGradQueue
 
@@ -43,7 +43,9 @@ def test_all_pass_their_gates_beside_a_competitor(dtype):
 
 
 def square_gate(x):
-    return Gate("square", lambda x: x * x, (x,), unit=Unit.BYTES, forward_work=1.0, total_work=3.0)
+    return Gate(
+        "square", lambda x: x * x, (x,), unit=SpeedUnit.BYTES, forward_work=1.0, total_work=3.0
+    )
 
 
 class WrongGradient(torch.autograd.Function):
@@ -85,7 +87,7 @@ def test_what_is_wrong_is_not_timed(what):
 
 def test_an_unequal_integer_fails_and_needs_no_tolerance():
     ids = torch.arange(5)
-    gate = Gate("ids", lambda ids: ids + 1, (ids,), unit=Unit.BYTES, forward_work=1.0)
+    gate = Gate("ids", lambda ids: ids + 1, (ids,), unit=SpeedUnit.BYTES, forward_work=1.0)
     assert gate.measure("right", lambda ids: ids + 1).error == 0
     assert gate.measure("wrong", lambda ids: ids + (ids == 3)).error == math.inf
 
@@ -96,7 +98,7 @@ def test_deferred_gradients_are_part_of_the_gate():
         "linear",
         lambda x, w: x @ w.t(),
         (x, weight),
-        unit=Unit.FLOPS,
+        unit=SpeedUnit.FLOPS,
         forward_work=1.0,
         total_work=3.0,
     )

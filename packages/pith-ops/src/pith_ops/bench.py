@@ -32,7 +32,7 @@ from pith_ops.attention import (
     attention_reference,
     attention_violations,
 )
-from pith_ops.bench_gate import GATE_TOLERANCES, BenchRow, Gate, TensorFunction, Unit
+from pith_ops.bench_gate import GATE_TOLERANCES, BenchRow, Gate, SpeedUnit, TensorFunction
 from pith_ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from pith_ops.device import accumulation_dtype, peak_flops
 from pith_ops.dispatch import (
@@ -215,7 +215,7 @@ def _bench_attention(s: OperatorShapes) -> list[BenchRow]:
         Operator.ATTENTION.value,
         lambda q, k, v: attention_reference(q, k, v)[0],
         (query, key, value),
-        unit=Unit.FLOPS,
+        unit=SpeedUnit.FLOPS,
         forward_work=flops,
         total_work=3.5 * flops,
     )
@@ -252,7 +252,7 @@ def _bench_rope(s: OperatorShapes) -> list[BenchRow]:
         Operator.ROPE.value,
         complex_rotation,
         (x, cos, sin),
-        unit=Unit.BYTES,
+        unit=SpeedUnit.BYTES,
         forward_work=2 * x.nbytes,
         total_work=4 * x.nbytes,
     )
@@ -265,7 +265,7 @@ def _bench_rms_norm(s: OperatorShapes) -> list[BenchRow]:
         Operator.RMS_NORM.value,
         lambda x, w: rms_norm_reference(x, w, 1e-6),
         (x, weight),
-        unit=Unit.BYTES,
+        unit=SpeedUnit.BYTES,
         forward_work=2 * x.nbytes,
         total_work=5 * x.nbytes,
     )
@@ -281,7 +281,7 @@ def _bench_swiglu(s: OperatorShapes) -> list[BenchRow]:
         Operator.SWIGLU.value,
         swiglu_reference,
         (gate_up,),
-        unit=Unit.BYTES,
+        unit=SpeedUnit.BYTES,
         forward_work=1.5 * gate_up.nbytes,
         total_work=4 * gate_up.nbytes,
     )
@@ -296,7 +296,7 @@ def _bench_linear(s: OperatorShapes) -> list[BenchRow]:
         Operator.LINEAR.value,
         lambda x, w: x @ w.t(),
         (x, weight),
-        unit=Unit.FLOPS,
+        unit=SpeedUnit.FLOPS,
         forward_work=2.0 * s.tokens * s.hidden * width,
         total_work=6.0 * s.tokens * s.hidden * width,
     )
@@ -324,7 +324,7 @@ def _bench_grouped_linear(s: OperatorShapes) -> list[BenchRow]:
         Operator.GROUPED_LINEAR.value,
         loop,
         (x, weight),
-        unit=Unit.FLOPS,
+        unit=SpeedUnit.FLOPS,
         forward_work=2.0 * num_rows * s.hidden * width,
         total_work=6.0 * num_rows * s.hidden * width,
     )
@@ -349,7 +349,7 @@ def _bench_routing(s: OperatorShapes) -> list[BenchRow]:
         Operator.ROUTING.value,
         torch_topk,
         (logits,),
-        unit=Unit.BYTES,
+        unit=SpeedUnit.BYTES,
         forward_work=2 * logits.nbytes,
         total_work=4 * logits.nbytes,
     )
@@ -391,7 +391,7 @@ def _bench_dispatch(s: OperatorShapes) -> list[BenchRow]:
             Operator.DISPATCH.value,
             reference,
             operands,
-            unit=Unit.BYTES,
+            unit=SpeedUnit.BYTES,
             forward_work=num_bytes,
         )
 
@@ -423,7 +423,7 @@ def _bench_cross_entropy(s: OperatorShapes) -> list[BenchRow]:
         Operator.CROSS_ENTROPY.value,
         lambda h, w: linear_cross_entropy_reference(h, w, targets),
         (hidden, weight),
-        unit=Unit.FLOPS,
+        unit=SpeedUnit.FLOPS,
         forward_work=2.0 * s.tokens * s.hidden * s.vocabulary,
         total_work=6.0 * s.tokens * s.hidden * s.vocabulary,
     )

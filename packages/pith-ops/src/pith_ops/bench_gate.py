@@ -28,7 +28,7 @@ from pith_ops.device import accumulation_dtype
 from pith_ops.weight_grad import WeightGradQueue
 
 
-class Unit(Enum):
+class SpeedUnit(Enum):
     """What bounds an operator, and in what its speed is given."""
 
     FLOPS = "TFLOP/s"
@@ -50,7 +50,7 @@ class BenchRow:
     tolerance: float
     """What the gate allows."""
     unit: str
-    """Unit of the rates."""
+    """SpeedUnit of the rates."""
     forward_ms: float | None = None
     """Median time of a forward; None if the gate failed."""
     forward_rate: float | None = None
@@ -81,7 +81,7 @@ class Gate:
         reference: TensorFunction,
         operands: Sequence[Tensor],
         *,
-        unit: Unit,
+        unit: SpeedUnit,
         forward_work: float,
         total_work: float | None = None,
     ):
@@ -127,7 +127,7 @@ class Gate:
         )
         if not row.passed:
             return row
-        scale = 1e12 if self.unit is Unit.FLOPS else 1e9
+        scale = 1e12 if self.unit is SpeedUnit.FLOPS else 1e9
         operands, device = self.operands, self.operands[0].device
         with torch.no_grad():
             forward = _seconds(lambda: run(*operands), device)
