@@ -87,6 +87,34 @@ class Operation:
     """Outputs that the host drops right after it has enqueued this operation."""
 
 
+READS = {
+    OperationKind.FORWARD_SEGMENT: (
+        (OperationKind.FORWARD_COMBINE, -1),
+        (OperationKind.FORWARD_SEGMENT, -1),
+    ),
+    OperationKind.FORWARD_DISPATCH: ((OperationKind.FORWARD_SEGMENT, 0),),
+    OperationKind.FORWARD_EXPERTS: ((OperationKind.FORWARD_DISPATCH, 0),),
+    OperationKind.FORWARD_COMBINE: ((OperationKind.FORWARD_EXPERTS, 0),),
+    OperationKind.BACKWARD_SEGMENT: (
+        (OperationKind.BACKWARD_DISPATCH, 0),
+        (OperationKind.BACKWARD_SEGMENT, 1),
+    ),
+    OperationKind.BACKWARD_COMBINE: ((OperationKind.BACKWARD_SEGMENT, 1),),
+    OperationKind.BACKWARD_EXPERTS: ((OperationKind.BACKWARD_COMBINE, 0),),
+    OperationKind.BACKWARD_DISPATCH: ((OperationKind.BACKWARD_EXPERTS, 0),),
+    OperationKind.BACKWARD_WEIGHT: ((OperationKind.BACKWARD_EXPERTS, 0),),
+}
+"""Outputs an operation reads, as kind and offset to its own index; a side's first reads none."""
+
+COMMUNICATION_STREAMS = {
+    OperationKind.FORWARD_DISPATCH: Stream.FORWARD_COMM,
+    OperationKind.FORWARD_COMBINE: Stream.FORWARD_COMM,
+    OperationKind.BACKWARD_DISPATCH: Stream.BACKWARD_COMM,
+    OperationKind.BACKWARD_COMBINE: Stream.BACKWARD_COMM,
+}
+"""Streams of the all-to-alls; everything else computes."""
+
+
 @cache
 def interleave(
     num_forward_layers: int | None, num_backward_layers: int | None, *, defer_weights: bool = False
@@ -103,22 +131,24 @@ def interleave(
         the backward's segment 0, are never freed; every other output is freed exactly once.
     """
     order = list(_host_order(num_forward_layers, num_backward_layers, defer_weights))
-    position = {value: place for place, value in enumerate(order)}
-    frees: dict[int, list[Value]] = {place: [] for place in range(len(order))}
-    for value in order:
-        freeing = _freed_by(value, num_forward_layers)
-        if freeing is not None:
-            frees[position[freeing]].append(value)
+    users = _users(order)
+    waits: list[list[int]] = [[] for _ in order]
+    frees: list[list[Value]] = [[] for _ in order]
+    for place, (value, readers) in enumerate(users.items()):
+        for reader in readers:
+            if _stream(order[reader]) is not _stream(value):
+                waits[reader].append(place)
+        # Dropped by the first compute that is ordered after every use: a reader on the compute
+        # stream itself, or the compute that waits for a reader on another stream.
+        after = [r if _stream(order[r]) is Stream.COMPUTE else users[order[r]][0] for r in readers]
+        if readers:
+            frees[max(after)].append(value)
     return tuple(
         Operation(
             kind=value[0],
             index=value[1],
-            stream=_stream(value[0]),
-            waits=tuple(
-                position[source]
-                for source in _inputs(value, num_backward_layers)
-                if _stream(source[0]) != _stream(value[0])
-            ),
+            stream=_stream(value),
+            waits=tuple(waits[place]),
             frees=tuple(frees[place]),
         )
         for place, value in enumerate(order)
@@ -150,17 +180,16 @@ def check_operations(
     if Counter(values) != Counter(expected):
         names = [_name(v) for v in {*values, *expected} if values.count(v) != expected.count(v)]
         raise ValueError(f"missing, repeated or foreign operations: {sorted(names)}")
-    position = {value: place for place, value in enumerate(values)}
+    for operation, value in zip(operations, values, strict=True):
+        if operation.stream is not _stream(value):
+            raise ValueError(f"{_name(value)} must run on the {_stream(value).value} stream")
     clocks = _clocks(operations)
-    users: dict[Value, list[int]] = {value: [] for value in values}
-    for place, value in enumerate(values):
-        if operations[place].stream is not _stream(value[0]):
-            raise ValueError(f"{_name(value)} must run on the {_stream(value[0]).value} stream")
-        for source in _inputs(value, num_backward_layers):
-            users[source].append(place)
-            if not _happens_before(operations, clocks, position[source], place):
-                raise ValueError(f"{_name(value)} does not wait for {_name(source)}")
-    _check_frees(operations, clocks, position, users)
+    users = _users(values)
+    for place, (value, readers) in enumerate(users.items()):
+        for reader in readers:
+            if not _happens_before(operations, clocks, place, reader):
+                raise ValueError(f"{_name(values[reader])} does not wait for {_name(value)}")
+    _check_frees(operations, clocks, users)
 
 
 def _host_order(
@@ -191,66 +220,18 @@ def _host_order(
             yield OperationKind.FORWARD_EXPERTS, i
 
 
-def _inputs(value: Value, num_backward: int | None) -> list[Value]:
-    """Outputs that an operation reads; segments also read the residual's neighbour segment."""
-    kind, index = value
-    match kind:
-        case OperationKind.FORWARD_SEGMENT if index > 0:
-            return [
-                (OperationKind.FORWARD_COMBINE, index - 1),
-                (OperationKind.FORWARD_SEGMENT, index - 1),
-            ]
-        case OperationKind.FORWARD_DISPATCH:
-            return [(OperationKind.FORWARD_SEGMENT, index)]
-        case OperationKind.FORWARD_EXPERTS:
-            return [(OperationKind.FORWARD_DISPATCH, index)]
-        case OperationKind.FORWARD_COMBINE:
-            return [(OperationKind.FORWARD_EXPERTS, index)]
-        case OperationKind.BACKWARD_SEGMENT if index != num_backward:
-            return [
-                (OperationKind.BACKWARD_DISPATCH, index),
-                (OperationKind.BACKWARD_SEGMENT, index + 1),
-            ]
-        case OperationKind.BACKWARD_COMBINE:
-            return [(OperationKind.BACKWARD_SEGMENT, index + 1)]
-        case OperationKind.BACKWARD_EXPERTS:
-            return [(OperationKind.BACKWARD_COMBINE, index)]
-        case OperationKind.BACKWARD_DISPATCH | OperationKind.BACKWARD_WEIGHT:
-            return [(OperationKind.BACKWARD_EXPERTS, index)]
-    return []
+def _users(order: list[Value]) -> dict[Value, list[int]]:
+    """For each output, in the order of the list, the positions that read it."""
+    users: dict[Value, list[int]] = {value: [] for value in order}
+    for place, (kind, index) in enumerate(order):
+        for source, offset in READS[kind]:
+            if (source, index + offset) in users:
+                users[source, index + offset].append(place)
+    return users
 
 
-def _freed_by(value: Value, num_forward: int | None) -> Value | None:
-    """The operation that may drop an output; None for a result or where there is no output.
-
-    What compute made and communication read is dropped by the next segment, which has waited for
-    the communication; what communication made is dropped by its reader on the compute stream, for
-    which the next communication of that side waits.
-    """
-    kind, index = value
-    match kind:
-        case OperationKind.FORWARD_SEGMENT if index != num_forward:
-            return OperationKind.FORWARD_SEGMENT, index + 1
-        case OperationKind.FORWARD_DISPATCH:
-            return OperationKind.FORWARD_EXPERTS, index
-        case OperationKind.FORWARD_EXPERTS | OperationKind.FORWARD_COMBINE:
-            return OperationKind.FORWARD_SEGMENT, index + 1
-        case OperationKind.BACKWARD_SEGMENT if index > 0:
-            return OperationKind.BACKWARD_SEGMENT, index - 1
-        case OperationKind.BACKWARD_COMBINE:
-            return OperationKind.BACKWARD_EXPERTS, index
-        case OperationKind.BACKWARD_EXPERTS | OperationKind.BACKWARD_DISPATCH:
-            return OperationKind.BACKWARD_SEGMENT, index
-    return None
-
-
-def _stream(kind: OperationKind) -> Stream:
-    match kind:
-        case OperationKind.FORWARD_DISPATCH | OperationKind.FORWARD_COMBINE:
-            return Stream.FORWARD_COMM
-        case OperationKind.BACKWARD_DISPATCH | OperationKind.BACKWARD_COMBINE:
-            return Stream.BACKWARD_COMM
-    return Stream.COMPUTE
+def _stream(value: Value) -> Stream:
+    return COMMUNICATION_STREAMS.get(value[0], Stream.COMPUTE)
 
 
 def _clocks(operations: tuple[Operation, ...]) -> list[dict[Stream, int]]:
@@ -283,25 +264,23 @@ def _happens_before(
 def _check_frees(
     operations: tuple[Operation, ...],
     clocks: list[dict[Stream, int]],
-    position: dict[Value, int],
     users: dict[Value, list[int]],
 ) -> None:
     freed: dict[Value, int] = {}
     for place, operation in enumerate(operations):
         for value in operation.frees:
-            if value in freed or value not in position:
+            if value in freed or value not in users:
                 raise ValueError(f"{_name(value)} is freed twice or was never made")
             freed[value] = place
     for value, uses in users.items():
-        has_output = value[0] is not OperationKind.BACKWARD_WEIGHT
-        if (value in freed) != (has_output and bool(uses)):
+        if (value in freed) != bool(uses):
             raise ValueError(f"{_name(value)} must be freed exactly if another operation reads it")
-        if value not in freed:
+        if not uses:
             continue
         place = freed[value]
         if place < max(uses):
             raise ValueError(f"{_name(value)} is freed at position {place}, before its last use")
-        stream = operations[position[value]].stream
+        stream = _stream(value)
         later = next(
             (p for p in range(place + 1, len(operations)) if operations[p].stream is stream), None
         )

@@ -76,7 +76,7 @@ def layers_per_chunk(
     costs[-1] += head_cost
     sums = (0.0, *accumulate(costs))
     pp = num_chunks // 2
-    best = _fill(sums, pp, sums[-1], evenly=False)
+    best = _fill(sums, pp, 2 * sums[-1], evenly=False)  # no limit, rounding included
     assert best is not None, "with as many layers as chunks something always fits"
     low, high = sums[-1] / pp, _most_loaded_rank(sums, best)
     while high - low > PRECISION * sums[-1]:

@@ -131,7 +131,8 @@ def needed_output(part: Action, pp: int) -> Output | None:
             return TransferKind.HIDDEN, part.chunk, part.micro_batch
         case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT if part.chunk < 2 * pp - 1:
             return TransferKind.GRADIENT, part.chunk, part.micro_batch
-    return None
+        case _:
+            return None
 
 
 def made_output(part: Action, pp: int) -> Output | None:
@@ -141,7 +142,8 @@ def made_output(part: Action, pp: int) -> Output | None:
             return TransferKind.HIDDEN, part.chunk + 1, part.micro_batch
         case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT if part.chunk > 0:
             return TransferKind.GRADIENT, part.chunk - 1, part.micro_batch
-    return None
+        case _:
+            return None
 
 
 def output_source(output: Output, pp: int) -> int:
