@@ -1,1 +1,1 @@
-"""Single-device operators: a PyTorch reference each and, where it pays, a kernel or library call."""
+"""Single-device operators: a PyTorch reference each and, where it pays, a kernel or library."""
