@@ -158,6 +158,8 @@ def test_tests_import_no_private_names():
     """`tests/` sees what a user sees. torch's schedule, an oracle of one test, is the exception."""
     found = []
     for source in other_files():
+        if "ScheduleDualPipeV" in source.text and source.path.name != "test_guard_indirection.py":
+            continue
         roots = set()
         for node in ast.walk(source.tree):
             match node:
@@ -170,7 +172,7 @@ def test_tests_import_no_private_names():
             roots.update((a.asname or a.name).split(".")[0] for a in node.names)
             for name in names:
                 parts = [p for p in name.split(".") if p.startswith("_") and p != "__future__"]
-                if parts and "ScheduleDualPipeV" not in source.text:
+                if parts:
                     found.append(f"{source.name}:{node.lineno} imports {name}")
         for node in ast.walk(source.tree):
             match node:
