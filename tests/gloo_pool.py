@@ -156,6 +156,10 @@ def _fork_workers(folder: Path, port: int, descriptors: list[int]) -> None:
     """Import torch, fork one worker a descriptor, wait for them."""
     import torch
     import torch.distributed as dist
+    import torch.distributed.checkpoint
+
+    # Autograd imports it at its first backward, seconds that every worker would spend again.
+    import torch.fx.experimental.symbolic_shapes
 
     assert dist.is_available() and torch.get_num_threads() == 1
     for rank, descriptor in enumerate(descriptors):

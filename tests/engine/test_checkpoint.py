@@ -1,0 +1,203 @@
+"""Checkpoints: any mesh reads what any other wrote; incomplete ones are never resumed."""
+
+import json
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+from pith_engine.checkpoint import (
+    MANIFEST_NAME,
+    StoredBlock,
+    checkpoint_fault,
+    find_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    read_manifest,
+    read_tensor,
+    read_tensors,
+    save_checkpoint,
+    write_checkpoint,
+)
+from pith_engine.fsdp import canonical_blocks, shard_chunks
+from pith_engine.init import initialise
+from pith_engine.mesh import Mesh, parse_mesh
+from pith_engine.optim import AdamW, AdamWConfig
+from pith_engine.runtime import gather_objects
+from toy_model import EXPERTS, HIDDEN, VOCABULARY, toy_chunks
+
+CPU = torch.device("cpu")
+LAYERS = {1: (2, 2), 2: (1, 1, 1, 1)}
+DENSE = (1,)
+
+
+def make_state(mesh, seed):
+    """Parameters with weights and moments that depend on the seed and the canonical name alone."""
+    chunks = toy_chunks(LAYERS[mesh.pp.size], mesh, DENSE)
+    units = shard_chunks(chunks, mesh, compute_dtype=torch.float32, device=CPU)
+    parameters = [parameter for unit in units for parameter in unit.parameters]
+    optimizer = AdamW(parameters, AdamWConfig())
+    initialise(parameters, seed)
+    for parameter in parameters:
+        for tensor in optimizer.moments()[parameter.name].values():
+            tensor.copy_(parameter.shard * (seed + 2))
+    return parameters, optimizer
+
+
+def save_on(label, folder, step):
+    mesh = Mesh.create(parse_mesh(label), timedelta(seconds=30))
+    if mesh is not None:
+        parameters, optimizer = make_state(mesh, seed=5)
+        save_checkpoint(folder, step, parameters, optimizer, {"tokens": 12}, mesh)
+
+
+def load_on(label, path):
+    """Load over other values; returns every canonical block of weights and both moments."""
+    mesh = Mesh.create(parse_mesh(label), timedelta(seconds=30))
+    if mesh is None:
+        return None
+    parameters, optimizer = make_state(mesh, seed=9)
+    manifest = load_checkpoint(path, parameters, optimizer, mesh)
+    assert optimizer.num_steps == manifest.step
+    found = []
+    for parameter in parameters:
+        tensors = {"model": parameter.shard, **optimizer.moments()[parameter.name]}
+        for kind, tensor in tensors.items():
+            for b in canonical_blocks(parameter, tensor):
+                found.append((f"{kind}.{b.name}", b.global_shape, b.offsets, b.tensor.clone()))
+    return [block for part in gather_objects(found, mesh.world) for block in part]
+
+
+def whole_tensors(blocks):
+    whole = {}
+    for name, shape, offsets, tensor in blocks:
+        target = whole.setdefault(name, torch.full(shape, torch.nan))
+        target[tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))] = tensor
+    return whole
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("written", ["single", "pp2-ep2", "dp4", "ep4"])
+def test_every_mesh_reads_what_every_other_wrote(gloo_pool, tmp_path, written):
+    gloo_pool.run(save_on, written, tmp_path, 7)
+    path = find_checkpoint(tmp_path)
+    assert path is not None
+    assert read_manifest(path).run == {"tokens": 12}
+    parameters, optimizer = make_state(Mesh.single(), seed=5)
+    expected = {}
+    for parameter in parameters:
+        tensors = {"model": parameter.shard, **optimizer.moments()[parameter.name]}
+        for kind, tensor in tensors.items():
+            for b in canonical_blocks(parameter, tensor):
+                expected[f"{kind}.{b.name}"] = b.tensor
+    assert expected["model.layers.2.mlp.one"].shape == (EXPERTS, 10, HIDDEN)
+    for label in ("single", "pp2-dp2", "ep2", "dp2-ep2"):
+        loaded = whole_tensors(gloo_pool.run(load_on, label, path)[0])
+        assert loaded.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(loaded[name], tensor), (label, name)
+
+
+def test_every_tensor_is_there_once_with_its_global_shape(gloo_pool, tmp_path):
+    gloo_pool.run(save_on, "pp2-ep2", tmp_path, 1)
+    found = dict(read_tensors(find_checkpoint(tmp_path)))
+    assert found["embedding"].shape == (VOCABULARY, HIDDEN)
+    assert found["layers.3.mlp.two"].shape == (EXPERTS, 10, HIDDEN)
+    assert {name.split(".")[1] for name in found if name.startswith("layers.")} == set("0123")
+    moments = dict(read_tensors(find_checkpoint(tmp_path), "optimizer.exp_avg_sq."))
+    assert moments.keys() == found.keys()
+
+
+def damaged(path, how):
+    files = sorted(p for p in path.iterdir() if p.name != MANIFEST_NAME)
+    match how:
+        case "manifest missing":
+            (path / MANIFEST_NAME).unlink()
+        case "manifest cut":
+            text = (path / MANIFEST_NAME).read_text()
+            (path / MANIFEST_NAME).write_text(text[: len(text) // 2])
+        case "file missing":
+            files[0].unlink()
+        case "file cut":
+            files[-1].write_bytes(files[-1].read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("how", ["manifest missing", "manifest cut", "file missing", "file cut"])
+def test_an_incomplete_checkpoint_is_passed_over_with_a_warning(tmp_path, how):
+    mesh = Mesh.single()
+    parameters, optimizer = make_state(mesh, seed=5)
+    for step in (3, 10):
+        save_checkpoint(tmp_path, step, parameters, optimizer, {}, mesh)
+    (tmp_path / "step-00000099.tmp").mkdir()
+    assert find_checkpoint(tmp_path).name == "step-00000010"
+    damaged(tmp_path / "step-00000010", how)
+    with pytest.warns(UserWarning, match="step-00000010 is incomplete"):
+        assert find_checkpoint(tmp_path).name == "step-00000003"
+    with pytest.raises(ValueError, match="incomplete"):
+        load_checkpoint(tmp_path / "step-00000010", parameters, optimizer, mesh)
+
+
+def test_a_save_replaces_the_same_step_and_ignores_what_a_killed_save_left(tmp_path):
+    mesh = Mesh.single()
+    parameters, optimizer = make_state(mesh, seed=5)
+    (tmp_path / "step-00000002.tmp").mkdir()
+    (tmp_path / "step-00000002.tmp" / "__0_0.distcp").write_bytes(b"half")
+    for tokens in (1, 2):
+        save_checkpoint(tmp_path, 2, parameters, optimizer, {"tokens": tokens}, mesh)
+    assert read_manifest(tmp_path / "step-00000002").run == {"tokens": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_pruning_keeps_the_newest_complete_and_foreign_files(tmp_path):
+    mesh = Mesh.single()
+    parameters, optimizer = make_state(mesh, seed=5)
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, step, parameters, optimizer, {}, mesh)
+    (tmp_path / "notes.txt").write_text("mine")
+    damaged(tmp_path / "step-00000004", "file cut")
+    prune_checkpoints(tmp_path, 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "notes.txt",
+        "step-00000003",
+        "step-00000004",
+    ]
+
+
+def test_a_missing_folder_holds_no_checkpoint(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_checkpoint(tmp_path / "nothing") is None
+        assert find_checkpoint(tmp_path) is None
+
+
+def test_missing_keys_and_wrong_shapes_are_named_and_nothing_is_loaded(tmp_path):
+    blocks = [
+        StoredBlock(
+            key=f"model.{name}",
+            shape=shape,
+            offsets=(0,) * len(shape),
+            sizes=shape,
+            dtype=torch.float32,
+            read=lambda shape=shape: torch.ones(shape),
+        )
+        for name, shape in {"embedding": (VOCABULARY, HIDDEN + 1), "head": (3, 2)}.items()
+    ]
+    path = write_checkpoint(tmp_path, 0, blocks, {})
+    assert torch.equal(read_tensor(path, "model.head"), torch.ones(3, 2))
+    assert checkpoint_fault(path) is None
+    parameters, optimizer = make_state(Mesh.single(), seed=5)
+    before = [parameter.shard.clone() for parameter in parameters]
+    with pytest.raises(ValueError, match=r"(?s)embedding: shape.*layers.0.mix: missing"):
+        load_checkpoint(path, parameters, None, Mesh.single())
+    with pytest.raises(ValueError, match="no optimizer state"):
+        load_checkpoint(path, parameters, optimizer, Mesh.single())
+    for parameter, value in zip(parameters, before, strict=True):
+        assert torch.equal(parameter.shard, value)
+
+
+def test_manifest_lists_every_other_file_with_its_hash(tmp_path):
+    parameters, optimizer = make_state(Mesh.single(), seed=5)
+    path = save_checkpoint(tmp_path, 1, parameters, optimizer, {}, Mesh.single())
+    listed = json.loads((path / MANIFEST_NAME).read_text())["files"]
+    assert set(listed) == {p.name for p in path.iterdir()} - {MANIFEST_NAME}
+    assert all(len(record["sha256"]) == 64 and record["size"] > 0 for record in listed.values())
