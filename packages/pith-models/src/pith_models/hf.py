@@ -167,6 +167,7 @@ def export_tensors(
     dtype: torch.dtype,
     companions: Path | None = None,
     max_file_bytes: int = 4 * 2**30,
+    replace: bool = False,
     on_written: Callable[[int], object] | None = None,
 ) -> None:
     """Write a Hugging Face folder that transformers and vLLM open without an edit.
@@ -177,19 +178,22 @@ def export_tensors(
         tensors: canonical name -> tensor of any dtype; asked for one at a time, in layout order.
         layout: all canonical tensors of the model.
         config_fields: the content of `config.json`; the dtype is added.
-        out: the folder to make; must not exist.
+        out: the folder to make.
         dtype: dtype of the written values.
         companions: a folder whose tokenizer files and generation config are copied; None: nothing.
         max_file_bytes: a new file starts before this size is passed.
+        replace: whether `out` may exist; it is then deleted once the new folder is complete.
         on_written: called with the number of bytes after every canonical tensor.
 
     Raises:
-        ValueError: if `out` exists, or the tensors are not exactly those of the layout.
+        ValueError: if `out` exists without `replace`, or the tensors are not exactly those of the
+            layout.
     """
-    if out.exists():
+    if out.exists() and not replace:
         raise ValueError(f"{out} exists: choose another folder or remove it")
-    expected = {tensor.name for tensor in layout}
-    missing, unexpected = expected - tensors.keys(), tensors.keys() - expected
+    # Compared as sets of names: `name in tensors` may read the tensor.
+    expected, present = {tensor.name for tensor in layout}, set(tensors)
+    missing, unexpected = expected - present, present - expected
     if missing or unexpected:
         raise ValueError(
             f"the tensors are not those of this model: missing {_first(sorted(missing))}; "
@@ -203,7 +207,13 @@ def export_tensors(
     fields = {**config_fields, "torch_dtype": str(dtype).removeprefix("torch.")}
     _write_json(temporary / "config.json", fields)
     _write_files(tensors, layout, temporary, dtype, max_file_bytes, on_written)
-    temporary.rename(out)
+    if out.exists():
+        replaced = out.with_name(out.name + ".replaced")
+        out.rename(replaced)
+        temporary.rename(out)
+        shutil.rmtree(replaced)
+    else:
+        temporary.rename(out)
 
 
 def copy_companions(source: Path, destination: Path) -> list[str]:

@@ -1,0 +1,177 @@
+"""Between Hugging Face folders and checkpoints of ours, in one process, a tensor at a time.
+
+    import   config.json, *.safetensors  ->  step-00000000, weights in fp32, no moments
+    export   any complete checkpoint     ->  a folder that transformers and vLLM open as it is
+
+Both directions account for every tensor: one that is missing, unexpected or of another shape ends
+the conversion before anything gets its final name. Needs no GPU, and as much memory as the largest
+tensor and one output file.
+
+The trap: bf16 -> fp32 -> bf16 is exact, so an import that is exported again in the dtype it came in
+has the same bytes; a trained fp32 weight exported in bf16 is rounded.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+from pith_engine.checkpoint import (
+    StoredBlock,
+    checkpoint_fault,
+    find_checkpoint,
+    read_tensor,
+    tensor_names,
+    write_checkpoint,
+)
+from pith_models.build import ModelConfig, canonical_tensors, model_config_from_hf
+from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
+from torch import Tensor
+from tqdm import tqdm
+
+from pith_apps.corpus import open_tokenizer
+
+
+class CheckpointTensors(Mapping[str, Tensor]):
+    """The model's tensors of a checkpoint by canonical name, each read when asked for."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._names = tensor_names(path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return read_tensor(self._path, f"model.{name}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    companions: Path | None = None,
+    replace: bool = False,
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face folder.
+
+    Args:
+        checkpoint: a complete checkpoint, saved on any mesh.
+        out: the folder to make.
+        config: the model in the checkpoint.
+        dtype: of the written weights.
+        companions: a tokenizer folder, or the Hugging Face folder that the model was imported from:
+            tokenizer files and generation config are copied from it, and `config.json` takes over
+            token ids and other fields that do not change the model.
+        replace: whether `out` may exist and is replaced.
+
+    Raises:
+        ValueError: incomplete checkpoint, tensors that are not those of `config`, or an `out` that
+            exists.
+    """
+    if fault := checkpoint_fault(checkpoint):
+        raise ValueError(f"checkpoint {checkpoint} is incomplete: {fault}")
+    layout = canonical_tensors(config)
+    total = sum(prod(tensor.shape) for tensor in layout) * dtype.itemsize
+    with _progress("export", total) as bar:
+        export_tensors(
+            CheckpointTensors(checkpoint),
+            layout,
+            {**_companion_fields(companions), **config.to_hf()},
+            out,
+            dtype=dtype,
+            companions=companions,
+            replace=replace,
+            on_written=bar.update,
+        )
+    print(f"exported {checkpoint} to {out}: {len(layout)} tensors, {total / 1e6:,.1f} MB, {dtype}")
+
+
+def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> Path:
+    """Write the weights of a Hugging Face folder as the checkpoint of step 0.
+
+    Args:
+        source: the Hugging Face folder.
+        checkpoints: a run's folder of checkpoints; the run starts from the imported weights.
+        config: what the run expects the model to be.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        ValueError: the folder holds another model or other keys, or the run has a checkpoint.
+    """
+    found = model_config_from_hf(read_hf_config(source))
+    ours, theirs = asdict(config), asdict(found)
+    different = [
+        f"model.{name} is {ours[name]}, {source} has {value}"
+        for name, value in theirs.items()
+        if ours[name] != value
+    ]
+    if different:
+        raise ValueError("the recipe describes another model: " + "; ".join(different))
+    if existing := find_checkpoint(checkpoints):
+        raise ValueError(f"{existing} would be resumed instead: choose another --name or remove it")
+    layout = canonical_tensors(config)
+    tensors = HuggingFaceTensors(source, layout, torch.float32)
+    print(f"importing {source}: {tensors.account.describe()}")
+    total = sum(prod(tensor.shape) for tensor in layout) * torch.float32.itemsize
+    with _progress("import", total) as bar:
+        blocks = [
+            StoredBlock(
+                key=f"model.{tensor.name}",
+                shape=tensor.shape,
+                offsets=(0,) * len(tensor.shape),
+                sizes=tensor.shape,
+                dtype=torch.float32,
+                read=partial(_read_and_count, tensors, tensor.name, bar),
+            )
+            for tensor in layout
+        ]
+        path = write_checkpoint(checkpoints, 0, blocks, {"imported_from": str(source)})
+    print(f"imported {source} to {path}: {len(layout)} tensors, {total / 1e6:,.1f} MB")
+    return path
+
+
+def _read_and_count(tensors: Mapping[str, Tensor], name: str, bar: tqdm) -> Tensor:
+    tensor = tensors[name]
+    bar.update(tensor.nbytes)
+    return tensor
+
+
+def _companion_fields(folder: Path | None) -> dict[str, object]:
+    """Fields of `config.json` that depend on the tokenizer or guide other programs only."""
+    if folder is None:
+        return {}
+    if (folder / "config.json").is_file():
+        fields = read_hf_config(folder)
+        return {name: fields[name] for name in _COMPANION_FIELDS if name in fields}
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and json.loads(settings.read_text()).get("eos_token") is not None:
+        return {"eos_token_id": open_tokenizer(folder)[1]}
+    return {}
+
+
+def _progress(label: str, num_bytes: int) -> tqdm:
+    """A progress bar in bytes; silent where no terminal would show it."""
+    hidden = not sys.stderr.isatty()
+    return tqdm(total=num_bytes, desc=label, unit="B", unit_scale=True, disable=hidden)
+
+
+_COMPANION_FIELDS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "use_cache",
+    "output_router_logits",
+    "router_aux_loss_coef",
+)

@@ -1,0 +1,128 @@
+"""Hugging Face folder -> checkpoint -> any mesh -> checkpoint -> Hugging Face folder."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from mesh_round_trip import build_on, load_and_save
+from pith_apps.convert import export_checkpoint, import_checkpoint
+from pith_engine.checkpoint import find_checkpoint, save_checkpoint
+from pith_engine.contract import Batch, Role, plain_hidden
+from pith_engine.fsdp import sharded_parameters
+from pith_engine.mesh import Mesh
+from pith_engine.optim import AdamW, AdamWConfig
+from pith_models.build import ModelConfig, model_config_from_hf
+from pith_models.hf import read_hf_config
+from tiny_qwen3 import assert_same_bytes, read_weights, save_tiny_qwen3
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    save_tiny_qwen3(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def config_of(source: Path) -> ModelConfig:
+    return model_config_from_hf(read_hf_config(source))
+
+
+@pytest.mark.parametrize("label", ["pp2-ep2", "dp2-ep2", "ep4"])
+def test_bytes_survive_import_a_mesh_and_export(
+    label: str, source: Path, tmp_path: Path, gloo_pool
+):
+    config = config_of(source)
+    imported = import_checkpoint(source, tmp_path / "imported", config)
+    gloo_pool.run(load_and_save, label, config, imported, tmp_path / "saved", timeout=180)
+    saved = find_checkpoint(tmp_path / "saved")
+    assert saved is not None
+    export_checkpoint(saved, tmp_path / "out", config, dtype=torch.bfloat16, companions=source)
+    assert_same_bytes(source, tmp_path / "out")
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (source / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_exported_weights_give_our_logits_in_transformers(source: Path, tmp_path: Path):
+    """Weights that were never anybody else's: ours, in fp32."""
+    config = config_of(source)
+    mesh = Mesh.single()
+    chunks, units = build_on(mesh, config)
+    parameters = sharded_parameters(units)
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.role is not Role.NORM:
+                parameter.shard.mul_(5)
+    saved = save_checkpoint(
+        tmp_path / "saved", 1, parameters, AdamW(parameters, AdamWConfig()), {}, mesh
+    )
+    export_checkpoint(saved, tmp_path / "out", config, dtype=torch.float32, companions=source)
+    tokens = torch.randint(97, (2, 48), generator=torch.Generator().manual_seed(1))
+    batch = Batch(
+        tokens=tokens.flatten(),
+        targets=tokens.flatten(),
+        positions=torch.arange(48).repeat(2),
+        sequence_length=48,
+    )
+    for unit in units:
+        unit.gather()
+    with torch.no_grad():
+        hidden = [hidden for hidden, _ in plain_hidden(chunks, batch)][-1]
+        ours = chunks[-1].logits(hidden)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
+    assert theirs.dtype == torch.float32
+    assert (theirs.flatten(0, 1) - ours).abs().max() < 1e-4
+    assert ours.abs().max() > 1
+
+
+def test_tokenizer_folder_gives_the_end_of_text(source: Path, tmp_path: Path):
+    """A run that started here has a tokenizer folder and no config.json to take ids from."""
+    config = config_of(source)
+    imported = import_checkpoint(source, tmp_path / "imported", config)
+    tokenizer = tmp_path / "tokenizer"
+    AutoTokenizer.from_pretrained(source).save_pretrained(tokenizer)
+    assert not (tokenizer / "config.json").exists()
+    out = tmp_path / "out"
+    export_checkpoint(imported, out, config, dtype=torch.bfloat16, companions=tokenizer)
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 1
+    assert AutoTokenizer.from_pretrained(out).eos_token == "</s>"
+    assert AutoModelForCausalLM.from_pretrained(out).config.eos_token_id == 1
+
+
+def test_import_says_what_became_of_every_key(source: Path, tmp_path: Path, capsys):
+    import_checkpoint(source, tmp_path / "imported", config_of(source))
+    keys = len(read_weights(source))
+    assert (
+        f"keys: {keys} loaded, 0 unexpected, 0 missing; dtype changes: {keys} keys bfloat16 -> "
+        "float32" in capsys.readouterr().out
+    )
+
+
+def test_import_into_another_model_is_refused(source: Path, tmp_path: Path):
+    config = replace(config_of(source), num_experts_per_tok=4, norm_topk_prob=False)
+    with pytest.raises(ValueError, match="another model") as error:
+        import_checkpoint(source, tmp_path / "imported", config)
+    assert f"model.num_experts_per_tok is 4, {source} has 2" in str(error.value)
+    assert "model.norm_topk_prob" in str(error.value)
+    assert not (tmp_path / "imported").exists()
+
+
+def test_import_beside_a_checkpoint_is_refused(source: Path, tmp_path: Path):
+    import_checkpoint(source, tmp_path / "imported", config_of(source))
+    with pytest.raises(ValueError, match="step-00000000 would be resumed instead"):
+        import_checkpoint(source, tmp_path / "imported", config_of(source))
+
+
+def test_export_of_another_model_or_half_a_checkpoint_is_refused(source: Path, tmp_path: Path):
+    config = config_of(source)
+    imported = import_checkpoint(source, tmp_path / "imported", config)
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=r"missing layers\.3\.mlp_down_proj"):
+        export_checkpoint(
+            imported, out, replace(config, mlp_only_layers=(1, 3)), dtype=torch.bfloat16
+        )
+    (imported / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"incomplete: no manifest\.json"):
+        export_checkpoint(imported, out, config, dtype=torch.bfloat16)
+    assert not out.exists()
