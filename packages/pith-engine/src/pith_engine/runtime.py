@@ -280,7 +280,7 @@ def exchange(
     works = dist.batch_isend_irecv(operations)
     tensors = [t for t, _ in receives] + [t for t, _ in sends]
     if len(works) != len(operations):  # NCCL gives one handle for the whole batch.
-        return Exchange(works, [], tensors)
+        return Exchange(works, [], tensors) if receives else Exchange([], works, tensors)
     return Exchange(works[: len(receives)], works[len(receives) :], tensors)
 
 
