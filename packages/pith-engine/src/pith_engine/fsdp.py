@@ -209,7 +209,8 @@ def shard_chunks(
 ) -> list[Unit]:
     """Replace the declared parameters of this rank's chunks by real ones, owned by units.
 
-    Units come in the order of the chunks: embedding, `layers.N`, `layers.N.experts`, head.
+    Units: `embedding`, `head`, and for each layer `layers.N` and `layers.N.experts`, in the order
+    in which the chunks registered them.
 
     Args:
         chunks: modules on the meta device whose parameters all come from `declare`.
@@ -235,7 +236,7 @@ def shard_chunks(
             units.append(unit)
             for sharded in unit.parameters:
                 module, _, attribute = sharded.name.rpartition(".")
-                setattr(chunk.get_submodule(module), attribute, sharded.full)
+                chunk.get_submodule(module).register_parameter(attribute, sharded.full)
     return units
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
 
-import torch.distributed as dist
+from torch import distributed
 
 AXIS_NAMES = ("pp", "dp", "cp", "ep")
 
@@ -100,7 +100,7 @@ class Axis:
     """This rank's position among them."""
     ranks: tuple[int, ...]
     """Their ranks in the default process group, in axis order."""
-    group: dist.ProcessGroup | None
+    group: distributed.ProcessGroup | None
     """The communicator; None for one rank, or for a mesh made from sizes alone."""
 
 
@@ -162,20 +162,20 @@ class Mesh:
         Raises:
             ValueError: the default group has fewer ranks than the mesh.
         """
-        available = dist.get_world_size()
+        available = distributed.get_world_size()
         if available < config.world_size:
             raise ValueError(
                 f"mesh {config.label} needs {config.world_size} processes, {available} are running"
             )
-        groups: dict[GroupKey, dist.ProcessGroup | None] = {}
+        groups: dict[GroupKey, distributed.ProcessGroup | None] = {}
         for name in _MEMBERS:
             for rank in range(config.world_size):
                 key = _group_key(name, _ranks_of(name, config, rank))
                 if len(key[1]) > 1 and key not in groups:
-                    group = dist.new_group(list(key[1]), timeout=timeout)
+                    group = distributed.new_group(list(key[1]), timeout=timeout)
                     # Ranks outside the group get a number.
-                    groups[key] = group if isinstance(group, dist.ProcessGroup) else None
-        rank = dist.get_rank()
+                    groups[key] = group if isinstance(group, distributed.ProcessGroup) else None
+        rank = distributed.get_rank()
         if rank >= config.world_size:
             return None
         return cls(config=config, rank=rank, **_axes(config, rank, groups))
@@ -310,7 +310,7 @@ _MEMBERS: dict[str, tuple[tuple[str, ...], str]] = {
 def _axes(
     config: MeshConfig,
     rank: int,
-    groups: dict[GroupKey, dist.ProcessGroup | None],
+    groups: dict[GroupKey, distributed.ProcessGroup | None],
 ) -> dict[str, Axis]:
     axes = {}
     for name in _MEMBERS:

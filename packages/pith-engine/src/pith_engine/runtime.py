@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-import numpy as np
+import numpy
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, distributed
 
 from pith_engine.mesh import Axis, Mesh
 
@@ -110,10 +109,10 @@ def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
         torch.cuda.set_device(device)
     elif device_type != "cpu":
         raise ValueError(f"device = {device_type!r}: expected 'cpu' or 'cuda'")
-    dist.init_process_group(
+    distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
         init_method=launch.init_method,
-        store=dist.HashStore() if launch.init_method is None else None,
+        store=distributed.HashStore() if launch.init_method is None else None,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
@@ -123,8 +122,8 @@ def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
 
 def stop_process_group() -> None:
     """Leave the default process group and all others; nothing happens without one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def connect_mesh(mesh: Mesh, device: torch.device) -> None:
@@ -155,7 +154,7 @@ def set_seeds(seed: int) -> None:
     Weights and data order do not depend on it: they have generators of their own.
     """
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
@@ -179,8 +178,8 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
 def all_reduce(tensor: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
     """Reduce a contiguous tensor in place over the axis; returns it."""
     if axis.size > 1:
-        reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        dist.all_reduce(tensor, reduce_op, group=_group(axis))
+        reduce_op = distributed.ReduceOp.SUM if op == "sum" else distributed.ReduceOp.MAX
+        distributed.all_reduce(tensor, reduce_op, group=_group(axis))
     return tensor
 
 
@@ -189,7 +188,7 @@ def all_gather(output: Tensor, input: Tensor, axis: Axis) -> None:
     if axis.size == 1:
         output.copy_(input.view_as(output))
     else:
-        dist.all_gather_into_tensor(output, input, group=_group(axis))
+        distributed.all_gather_into_tensor(output, input, group=_group(axis))
 
 
 def reduce_scatter(output: Tensor, input: Tensor, axis: Axis) -> None:
@@ -201,10 +200,10 @@ def reduce_scatter(output: Tensor, input: Tensor, axis: Axis) -> None:
     if axis.size == 1:
         output.copy_(input.view_as(output))
     elif input.is_cuda:
-        dist.reduce_scatter_tensor(output, input, group=_group(axis))
+        distributed.reduce_scatter_tensor(output, input, group=_group(axis))
     else:
         blocks = torch.empty_like(input)
-        dist.all_to_all_single(blocks, input, group=_group(axis))
+        distributed.all_to_all_single(blocks, input, group=_group(axis))
         first, *others = blocks.view(axis.size, -1).unbind()
         flat = output.view(-1).copy_(first)
         for block in others:
@@ -230,7 +229,7 @@ def all_to_all(
     if axis.size == 1:
         output.copy_(input)
     else:
-        dist.all_to_all_single(
+        distributed.all_to_all_single(
             output,
             input.contiguous(),
             list(output_sizes),
@@ -243,7 +242,7 @@ class Exchange:
     """Transfers under way; holds their tensors until they are waited for."""
 
     def __init__(
-        self, receives: list[dist.Work], sends: list[dist.Work], tensors: list[Tensor]
+        self, receives: list[distributed.Work], sends: list[distributed.Work], tensors: list[Tensor]
     ) -> None:
         self._receives, self._sends, self._tensors = receives, sends, tensors
 
@@ -275,9 +274,13 @@ def exchange(
     if not sends and not receives:
         return Exchange([], [], [])
     group = _group(axis)
-    operations = [dist.P2POp(dist.irecv, t, axis.ranks[peer], group) for t, peer in receives]
-    operations += [dist.P2POp(dist.isend, t, axis.ranks[peer], group) for t, peer in sends]
-    works = dist.batch_isend_irecv(operations)
+    operations = [
+        distributed.P2POp(distributed.irecv, t, axis.ranks[peer], group) for t, peer in receives
+    ]
+    operations += [
+        distributed.P2POp(distributed.isend, t, axis.ranks[peer], group) for t, peer in sends
+    ]
+    works = distributed.batch_isend_irecv(operations)
     tensors = [t for t, _ in receives] + [t for t, _ in sends]
     if len(works) != len(operations):  # NCCL gives one handle for the whole batch.
         return Exchange(works, [], tensors) if receives else Exchange([], works, tensors)
@@ -289,7 +292,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     if axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size
-    dist.all_gather_object(values, value, group=_group(axis))
+    distributed.all_gather_object(values, value, group=_group(axis))
     return values
 
 
@@ -298,7 +301,7 @@ def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
     if axis.size == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=axis.ranks[source], group=_group(axis))
+    distributed.broadcast_object_list(values, src=axis.ranks[source], group=_group(axis))
     return values[0]
 
 
@@ -307,7 +310,7 @@ def barrier(axis: Axis) -> None:
     all_reduce(torch.zeros(1), axis)
 
 
-def _group(axis: Axis) -> dist.ProcessGroup:
+def _group(axis: Axis) -> distributed.ProcessGroup:
     if axis.group is None:
         raise RuntimeError(
             f"collective on axis {axis.name} of {axis.size} ranks, but this mesh was made from "
