@@ -1,0 +1,270 @@
+"""`pith parity`: every mesh agrees with one process, and each broken factor shows where it acts."""
+
+import contextlib
+import io
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from pith_apps.config import RunConfig, TrainConfig
+from pith_apps.parity import (
+    PARITY_MESHES,
+    ParityResult,
+    check_parity,
+    num_parity_sequences,
+    parity_sequences,
+    parity_worker,
+)
+from pith_engine.balance import BalanceConfig
+from pith_engine.contract import IGNORED_TARGET
+from pith_engine.fsdp import Unit
+from pith_engine.init import initialise
+from pith_engine.lr import LearningRateConfig
+from pith_engine.mesh import parse_mesh
+from pith_engine.pipeline import Pipeline
+from pith_models.qwen3_moe import Qwen3MoeConfig
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.core
+
+
+def tiny(**changes: Any) -> RunConfig:
+    model = Qwen3MoeConfig(
+        vocab_size=61,
+        hidden_size=24,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=20,
+        moe_intermediate_size=10,
+        num_experts=8,
+        num_experts_per_tok=3,
+        mlp_only_layers=(1,),
+        initializer_range=0.2,
+        max_position_embeddings=64,
+    )
+    config = RunConfig(
+        name="tiny",
+        model=model,
+        mesh=parse_mesh("single"),
+        train=TrainConfig(steps=1, batch=8, sequence_length=11, dtype="fp32", device="cpu"),
+        lr=LearningRateConfig(schedule="constant", peak=1e-3, warmup_steps=1),
+        balance=BalanceConfig(coefficient=0.02),
+    )
+    return replace(config, **changes)
+
+
+def parity(
+    labels: tuple[str, ...], dtype: torch.dtype, broken: str | None = None
+) -> tuple[bool, str]:
+    """Runs in every worker: the verdict and what was printed."""
+    meshes = tuple(parse_mesh(label) for label in labels)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), BREAKS[broken]() if broken else no_break():
+        agree = parity_worker(tiny(), meshes, dtype, CPU)
+    return agree, output.getvalue()
+
+
+def no_break() -> AbstractContextManager:
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def local_token_count() -> Iterator[None]:
+    def count(batches: list, mesh: object) -> int:
+        return sum(int((batch.targets != IGNORED_TARGET).sum()) for batch in batches)
+
+    with patch("pith_apps.parity.count_targets", count):
+        yield
+
+
+@contextlib.contextmanager
+def loss_scale() -> Iterator[None]:
+    """The loss that is reported stays right, its gradient is doubled."""
+    original = Pipeline.train_step
+
+    def doubled(self: Pipeline, batches: list, num_targets: int) -> object:
+        losses = original(self, batches, num_targets)
+        for chunk in self.chunks.values():
+            for parameter in chunk.parameters():
+                parameter.grad *= 2
+        return losses
+
+    with patch.object(Pipeline, "train_step", doubled):
+        yield
+
+
+@contextlib.contextmanager
+def experts_averaged_over_ep() -> Iterator[None]:
+    original = Unit.reduce
+
+    def averaged(self: Unit) -> None:
+        original(self)
+        for parameter in self.parameters:
+            if parameter.role.is_expert:
+                ep = parameter.global_shape[0] // parameter.full.shape[0]
+                parameter.grad.div_(ep)
+
+    with patch.object(Unit, "reduce", averaged):
+        yield
+
+
+@contextlib.contextmanager
+def balance_coefficient_per_rank() -> Iterator[None]:
+    original = Pipeline.__init__
+
+    def changed(self: Pipeline, chunks: list, mesh: Any, **settings: Any) -> None:
+        original(self, chunks, mesh, **settings)
+        coefficient = self.balance.coefficient / mesh.data.size
+        self.balance = replace(self.balance, coefficient=coefficient)
+
+    with patch.object(Pipeline, "__init__", changed):
+        yield
+
+
+@contextlib.contextmanager
+def replicas_in_the_norm() -> Iterator[None]:
+    from pith_engine.gradients import global_norm
+
+    def counted_twice(parameters: list, mesh: Any) -> torch.Tensor:
+        return global_norm(parameters, mesh) * math.sqrt(mesh.dp.size)
+
+    with patch("pith_apps.parity.global_norm", counted_twice):
+        yield
+
+
+@contextlib.contextmanager
+def weights_by_rank() -> Iterator[None]:
+    def by_rank(parameters: list, seed: int) -> None:
+        initialise(parameters, seed + dist.get_rank())
+
+    with patch("pith_apps.parity.initialise", by_rank):
+        yield
+
+
+@contextlib.contextmanager
+def nan_on_one_rank() -> Iterator[None]:
+    original = Unit.reduce
+
+    def poisoned(self: Unit) -> None:
+        original(self)
+        if dist.get_rank() == 1 and self.name == "layers.4.experts":
+            for parameter in self.parameters:
+                parameter.grad[..., -1] = math.nan
+
+    with patch.object(Unit, "reduce", poisoned):
+        yield
+
+
+# Test code may hold callables in a table: a worker is told by name which fault to inject.
+BREAKS: dict[str, Callable[[], AbstractContextManager]] = {
+    "local token count": local_token_count,
+    "loss scale": loss_scale,
+    "experts averaged over ep": experts_averaged_over_ep,
+    "balance coefficient per rank": balance_coefficient_per_rank,
+    "replicas in the norm": replicas_in_the_norm,
+    "weights by rank": weights_by_rank,
+    "nan on one rank": nan_on_one_rank,
+}
+
+
+def rows(table: str) -> dict[str, str]:
+    """Lines of the table by mesh."""
+    first_words = {line.split()[0]: line for line in table.splitlines()}
+    return {label: first_words[label] for label in PARITY_MESHES if label in first_words}
+
+
+def wrong_columns(row: str, limit: float) -> list[str]:
+    cells = row.split()
+    numbers = dict(zip(("loss", "balance", "norm", "gradient"), cells[2:6], strict=True))
+    wrong = [] if cells[1] == "bit-equal" else ["weights"]
+    return wrong + [name for name, cell in numbers.items() if not float(cell) <= limit]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 5e-6)])
+def test_all_meshes_agree(gloo_pool: Any, dtype: torch.dtype, limit: float) -> None:
+    results = gloo_pool.run(parity, PARITY_MESHES, dtype, timeout=180)
+    assert [agree for agree, _ in results] == [True] * 4
+    assert [text for _, text in results[1:]] == [""] * 3
+    table = results[0][1]
+    assert tuple(rows(table)) == PARITY_MESHES
+    assert table.splitlines()[-1] == "PASS"
+    for row in rows(table).values():
+        assert " agrees " in row
+        assert wrong_columns(row, limit) == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "columns", "meshes"),
+    [
+        ("local token count", ["loss", "balance", "norm", "gradient"], ("dp2", "ep2", "pp2-ep2")),
+        ("loss scale", ["norm", "gradient"], ("dp2", "ep2", "pp2", "pp2-ep2")),
+        ("experts averaged over ep", ["norm", "gradient"], ("ep2", "pp2-ep2")),
+        ("balance coefficient per rank", ["norm", "gradient"], ("dp2", "ep2", "pp2-ep2")),
+        ("replicas in the norm", ["norm"], ("dp2",)),
+        ("nan on one rank", ["norm", "gradient"], ("dp2", "ep2")),
+    ],
+)
+def test_a_broken_factor_shows_where_it_acts(
+    gloo_pool: Any, broken: str, columns: list[str], meshes: tuple[str, ...]
+) -> None:
+    labels = ("dp2", "ep2", "pp2", "pp2-ep2")
+    results = gloo_pool.run(parity, labels, torch.float64, broken, timeout=180)
+    assert results[0][0] is False
+    table = results[0][1]
+    assert table.splitlines()[-1] == "FAIL"
+    for label, row in rows(table).items():
+        if broken == "nan on one rank" and label not in meshes:
+            continue
+        assert wrong_columns(row, 1e-10) == (columns if label in meshes else []), row
+        assert (" DIFFERS " in row) == (label in meshes)
+
+
+def test_weights_that_depend_on_the_rank_differ(gloo_pool: Any) -> None:
+    results = gloo_pool.run(parity, ("dp2", "pp2"), torch.float64, "weights by rank")
+    for row in rows(results[0][1]).values():
+        assert row.split()[1] == "DIFFER"
+        assert " DIFFERS " in row
+
+
+def test_the_batch_is_uneven() -> None:
+    meshes = tuple(parse_mesh(label) for label in PARITY_MESHES)
+    assert num_parity_sequences(meshes) == 8
+    batches = parity_sequences(tiny(), 8, CPU)
+    counts = [int((batch.targets != IGNORED_TARGET).sum()) for batch in batches]
+    assert counts == [11, 10, 0, 7, 6, 5, 3, 2]
+    assert sum(counts[:4]) != sum(counts[4:])
+    assert len(batches[1].tokens.unique()) == 1
+
+
+def test_verdicts() -> None:
+    def result(**changes: Any) -> ParityResult:
+        numbers = {"loss": 0.0, "balance": 0.0, "norm": 0.0, "gradient": 0.0, **changes}
+        facts = {"mesh": "dp2", "weights_equal": True, "covered": True, "worst": "head"}
+        return ParityResult(**{**facts, "seconds": 1.0, **numbers})
+
+    assert result().agrees(torch.float64)
+    for name in ("loss", "balance", "norm", "gradient"):
+        assert result(**{name: 1e-10}).agrees(torch.float64)
+        assert not result(**{name: 1.1e-10}).agrees(torch.float64)
+        assert not result(**{name: math.nan}).agrees(torch.float32)
+    assert result(loss=1e-5, norm=1e-5, gradient=1e-4).agrees(torch.float32)
+    assert not result(norm=1.1e-5).agrees(torch.float32)
+    assert not result(gradient=1.1e-4).agrees(torch.float32)
+    assert not result(weights_equal=False).agrees(torch.float32)
+    assert not result(covered=False).agrees(torch.float32)
+
+
+def test_meshes_that_cannot_run_are_refused_together() -> None:
+    check_parity(tiny(), tuple(parse_mesh(label) for label in PARITY_MESHES))
+    with pytest.raises(ValueError, match=r"(?s)pp4: mesh.pp = 4 .*ep3: mesh.ep = 3"):
+        check_parity(tiny(), (parse_mesh("pp4"), parse_mesh("ep3")))
+    with pytest.raises(ValueError, match="no mesh is named"):
+        check_parity(tiny(), ())

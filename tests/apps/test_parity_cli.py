@@ -1,0 +1,54 @@
+"""`pith parity` as a command: exit code 0 when meshes agree, 1 when a factor is broken."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = """
+from dataclasses import replace
+from pith_apps.config import RunConfig
+from pith_apps.recipes.demo import demo
+from pith_engine.fsdp import Unit
+
+
+def small() -> RunConfig:
+    config = demo()
+    train = replace(config.train, sequence_length=16, device="cpu", dtype="fp32")
+    return replace(config, name="small", train=train)
+"""
+# Every rank loads the recipe, so every rank averages expert gradients over ep, which is wrong.
+BREAK = """
+_reduce = Unit.reduce
+
+def _averaged(self):
+    _reduce(self)
+    for parameter in self.parameters:
+        if parameter.role.is_expert:
+            parameter.grad.div_(parameter.global_shape[0] // parameter.full.shape[0])
+
+Unit.reduce = _averaged
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "verdict"),
+    [
+        pytest.param(RECIPE, 0, "PASS", marks=pytest.mark.slow),
+        (RECIPE + BREAK, 1, "FAIL"),
+    ],
+)
+def test_exit_code(tmp_path: Path, source: str, code: int, verdict: str) -> None:
+    (tmp_path / "recipe.py").write_text(source)
+    command = [sys.executable, "-m", "pith_apps.cli", "parity", "recipe.py", "--meshes", "ep2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1:] == [verdict], done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.startswith("ep2"))
+    assert ("experts_" in row and "5.0e-01" in row) == (verdict == "FAIL")
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.py"]
