@@ -147,7 +147,7 @@ def _convert(rest: list[str]) -> int:
         case ["export", *export_rest]:
             recipe, options = _split_recipe("convert export", export_rest)
             export = ExportArguments(config=load_recipe(recipe))
-            export = _parse_recipe("convert export", export, options)
+            export = _parse_recipe(f"convert export {recipe}", export, options)
             config = export.config
             export_checkpoint(
                 required_checkpoint(config),
@@ -160,7 +160,7 @@ def _convert(rest: list[str]) -> int:
         case ["import", *import_rest]:
             recipe, options = _split_recipe("convert import", import_rest)
             source = ImportArguments(config=load_recipe(recipe), source=MISSING)
-            source = _parse_recipe("convert import", source, options)
+            source = _parse_recipe(f"convert import {recipe}", source, options)
             config = source.config
             import_checkpoint(source.source, config.checkpoint_folder, config.model)
         case _:
@@ -175,7 +175,7 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
     from pith_apps.recipes.load import load_recipe
 
     recipe, options = _split_recipe(verb, rest)
-    config = _parse_recipe(verb, load_recipe(recipe), options)
+    config = _parse_recipe(f"{verb} {recipe}", load_recipe(recipe), options)
     machine = find_machine(config.nproc or config.mesh.world_size, os.environ)
     check_run(config, machine)
     if verb == "pretrain":
@@ -204,7 +204,9 @@ def _parity(rest: list[str]) -> int:
     from pith_apps.trainer import joined_group
 
     recipe, options = _split_recipe("parity", rest)
-    arguments = _parse_recipe("parity", ParityArguments(config=load_recipe(recipe)), options)
+    arguments = _parse_recipe(
+        f"parity {recipe}", ParityArguments(config=load_recipe(recipe)), options
+    )
     config, meshes = arguments.config, tuple(parse_mesh(label) for label in arguments.meshes)
     check_parity(config, meshes)
     machine = find_machine(max(mesh.world_size for mesh in meshes), os.environ)
@@ -227,7 +229,7 @@ def _split_recipe(verb: str, rest: list[str]) -> tuple[str, list[str]]:
     )
 
 
-def _parse_recipe(verb: str, default: Arguments, options: list[str]) -> Arguments:
+def _parse_recipe(command: str, default: Arguments, options: list[str]) -> Arguments:
     """`default` with the fields that the command line names replaced."""
     from tyro import cli as parse
     from tyro.conf import AvoidSubcommands
@@ -241,7 +243,7 @@ def _parse_recipe(verb: str, default: Arguments, options: list[str]) -> Argument
         type(default),
         default=default,
         args=options,
-        prog=f"pith {verb} RECIPE",
+        prog=f"pith {command}",
         config=(AvoidSubcommands,),
     )
 
