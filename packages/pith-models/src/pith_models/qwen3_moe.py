@@ -17,9 +17,8 @@ The trap: `head_dim` is its own field and need not be `hidden_size / num_attenti
 with hidden 2048 and 32 heads in Qwen3-30B-A3B).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
-import torch.nn.functional as F
 from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, Role, Routing, declare
 from pith_ops.attention import AttentionBackend, attention
 from pith_ops.cross_entropy import linear_cross_entropy
@@ -32,6 +31,7 @@ from pith_ops.routing import router_logits, softmax_topk
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from pith_models.hf import CanonicalTensor
 
@@ -78,7 +78,9 @@ class Qwen3MoeConfig:
     def __post_init__(self) -> None:
         values = asdict(self)
         faults = [
-            f"{name} = {values[name]}: must be at least 1" for name in _COUNTS if values[name] < 1
+            f"{field.name} = {values[field.name]}: must be at least 1"
+            for field in fields(self)
+            if field.type is int and values[field.name] < 1
         ]
         if self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads:
             faults.append(
@@ -109,7 +111,7 @@ class Qwen3MoeConfig:
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     @staticmethod
-    def from_hf(fields: dict) -> "Qwen3MoeConfig":
+    def from_hf(hf_fields: dict) -> "Qwen3MoeConfig":
         """Read the fields of a `config.json`, in the spelling of transformers 4 or 5.
 
         Raises:
@@ -117,31 +119,33 @@ class Qwen3MoeConfig:
                 not implemented here; none is ever dropped silently.
         """
         faults = [
-            f"{key} = {fields[key]!r}: only {allowed} is implemented"
+            f"{key} = {hf_fields[key]!r}: only {allowed} is implemented"
             for key, allowed in _FIXED_HF_FIELDS.items()
-            if key in fields and fields[key] != allowed
+            if key in hf_fields and hf_fields[key] != allowed
         ]
         known = {*_PLAIN_HF_FIELDS, *_FIXED_HF_FIELDS, *_NEUTRAL_HF_FIELDS, *_RESPELLED_HF_FIELDS}
         faults += [
-            f"{key} = {fields[key]!r}: unknown field, and it may change what the model computes"
-            for key in fields
+            f"{key} = {hf_fields[key]!r}: unknown field, and it may change what the model computes"
+            for key in hf_fields
             if key not in known and not key.startswith("_")
         ]
-        faults += [f"{key}: missing" for key in _PLAIN_HF_FIELDS if fields.get(key) is None]
-        experts = [fields[key] for key in ("num_experts", "num_local_experts") if key in fields]
+        faults += [f"{key}: missing" for key in _PLAIN_HF_FIELDS if hf_fields.get(key) is None]
+        experts = [
+            hf_fields[key] for key in ("num_experts", "num_local_experts") if key in hf_fields
+        ]
         if len(set(experts)) != 1:
             faults.append(f"num_experts, num_local_experts: one value needed, found {experts}")
-        theta = _rope_theta(fields, faults)
+        theta = _rope_theta(hf_fields, faults)
         if faults:
             raise ValueError("config.json of a Qwen3-MoE model: " + "; ".join(faults))
-        head_dim = fields.get("head_dim")
+        head_dim = hf_fields.get("head_dim")
         if head_dim is None:
-            head_dim = fields["hidden_size"] // fields["num_attention_heads"]
+            head_dim = hf_fields["hidden_size"] // hf_fields["num_attention_heads"]
         return Qwen3MoeConfig(
-            **{key: fields[key] for key in _PLAIN_HF_FIELDS},
+            **{key: hf_fields[key] for key in _PLAIN_HF_FIELDS},
             num_experts=experts[0],
             head_dim=head_dim,
-            mlp_only_layers=tuple(fields.get("mlp_only_layers") or ()),
+            mlp_only_layers=tuple(hf_fields.get("mlp_only_layers") or ()),
             rope_theta=float(theta),
         )
 
@@ -310,7 +314,7 @@ class Qwen3MoeChunk(ModelChunk):
 
     def embed(self, batch: Batch) -> Tensor:
         """Token ids `[T]` -> hidden `[T, H]`."""
-        return F.embedding(batch.tokens, self.embedding)
+        return embedding(batch.tokens, self.embedding)
 
     def loss(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Sum of the token losses, a scalar in fp32 or wider."""
@@ -379,11 +383,11 @@ def qwen3_moe_layer_flops(config: Qwen3MoeConfig, layer: int, sequence_length: i
     return projections + scores_and_values + 6 * H * config.intermediate_size
 
 
-def _rope_theta(fields: dict, faults: list[str]) -> float:
+def _rope_theta(hf_fields: dict, faults: list[str]) -> float:
     """Find the rotary base in either spelling; append a fault for anything but plain RoPE."""
-    thetas = {fields["rope_theta"]} if fields.get("rope_theta") is not None else set()
+    thetas = {hf_fields["rope_theta"]} if hf_fields.get("rope_theta") is not None else set()
     for key in ("rope_parameters", "rope_scaling"):
-        nested = {k: v for k, v in (fields.get(key) or {}).items() if v is not None}
+        nested = {k: v for k, v in (hf_fields.get(key) or {}).items() if v is not None}
         kinds = {nested.pop(name) for name in ("rope_type", "type") if name in nested}
         if "rope_theta" in nested:
             thetas.add(nested.pop("rope_theta"))
@@ -398,20 +402,6 @@ def _rope_theta(fields: dict, faults: list[str]) -> float:
     return next(iter(thetas), 0.0)
 
 
-_COUNTS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_experts",
-    "num_experts_per_tok",
-    "decoder_sparse_step",
-    "max_position_embeddings",
-)
 _RESPELLED_HF_FIELDS = (
     "num_experts",
     "num_local_experts",
@@ -421,11 +411,8 @@ _RESPELLED_HF_FIELDS = (
     "rope_parameters",
     "rope_scaling",
 )
-_PLAIN_HF_FIELDS = (
-    *(name for name in _COUNTS if name not in _RESPELLED_HF_FIELDS),
-    "norm_topk_prob",
-    "rms_norm_eps",
-    "initializer_range",
+_PLAIN_HF_FIELDS = tuple(
+    field.name for field in fields(Qwen3MoeConfig) if field.name not in _RESPELLED_HF_FIELDS
 )
 _FIXED_HF_FIELDS = {
     "model_type": "qwen3_moe",
