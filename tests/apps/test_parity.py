@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -62,7 +62,7 @@ def tiny(**changes: Any) -> RunConfig:
 
 
 def parity(
-    labels: tuple[str, ...], dtype: torch.dtype, broken: str | None = None
+    labels: tuple[str, ...], dtype: Literal["fp64", "fp32"], broken: str | None = None
 ) -> tuple[bool, str]:
     """Runs in every worker: the verdict and what was printed."""
     meshes = tuple(parse_mesh(label) for label in labels)
@@ -81,7 +81,7 @@ def local_token_count() -> Iterator[None]:
     def count(batches: list, mesh: object) -> int:
         return sum(int((batch.targets != IGNORED_TARGET).sum()) for batch in batches)
 
-    with patch("pith_apps.parity.count_targets", count):
+    with patch("pith_apps.trainer.count_targets", count):
         yield
 
 
@@ -136,7 +136,7 @@ def replicas_in_the_norm() -> Iterator[None]:
     def counted_twice(parameters: list, mesh: Any) -> torch.Tensor:
         return global_norm(parameters, mesh) * math.sqrt(mesh.dp.size)
 
-    with patch("pith_apps.parity.global_norm", counted_twice):
+    with patch("pith_apps.trainer.global_norm", counted_twice):
         yield
 
 
@@ -145,7 +145,7 @@ def weights_by_rank() -> Iterator[None]:
     def by_rank(parameters: list, seed: int) -> None:
         initialise(parameters, seed + dist.get_rank())
 
-    with patch("pith_apps.parity.initialise", by_rank):
+    with patch("pith_apps.trainer.initialise", by_rank):
         yield
 
 
@@ -188,8 +188,8 @@ def wrong_columns(row: str, limit: float) -> list[str]:
     return wrong + [name for name, cell in numbers.items() if not float(cell) <= limit]
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 5e-6)])
-def test_all_meshes_agree(gloo_pool: Any, dtype: torch.dtype, limit: float) -> None:
+@pytest.mark.parametrize(("dtype", "limit"), [("fp64", 1e-12), ("fp32", 5e-6)])
+def test_all_meshes_agree(gloo_pool: Any, dtype: str, limit: float) -> None:
     results = gloo_pool.run(parity, PARITY_MESHES, dtype, timeout=180)
     assert [agree for agree, _ in results] == [True] * 4
     assert [text for _, text in results[1:]] == [""] * 3
@@ -216,7 +216,7 @@ def test_a_broken_factor_shows_where_it_acts(
     gloo_pool: Any, broken: str, columns: list[str], meshes: tuple[str, ...]
 ) -> None:
     labels = ("dp2", "ep2", "pp2", "pp2-ep2")
-    results = gloo_pool.run(parity, labels, torch.float64, broken, timeout=180)
+    results = gloo_pool.run(parity, labels, "fp64", broken, timeout=180)
     assert results[0][0] is False
     table = results[0][1]
     assert table.splitlines()[-1] == "FAIL"
@@ -250,16 +250,16 @@ def test_verdicts() -> None:
         facts = {"mesh": "dp2", "weights_equal": True, "covered": True, "worst": "head"}
         return ParityResult(**{**facts, "seconds": 1.0, **numbers})
 
-    assert result().agrees(torch.float64)
+    assert result().agrees("fp64")
     for name in ("loss", "balance", "norm", "gradient"):
-        assert result(**{name: 1e-10}).agrees(torch.float64)
-        assert not result(**{name: 1.1e-10}).agrees(torch.float64)
-        assert not result(**{name: math.nan}).agrees(torch.float32)
-    assert result(loss=1e-5, norm=1e-5, gradient=1e-4).agrees(torch.float32)
-    assert not result(norm=1.1e-5).agrees(torch.float32)
-    assert not result(gradient=1.1e-4).agrees(torch.float32)
-    assert not result(weights_equal=False).agrees(torch.float32)
-    assert not result(covered=False).agrees(torch.float32)
+        assert result(**{name: 1e-10}).agrees("fp64")
+        assert not result(**{name: 1.1e-10}).agrees("fp64")
+        assert not result(**{name: math.nan}).agrees("fp32")
+    assert result(loss=1e-5, norm=1e-5, gradient=1e-4).agrees("fp32")
+    assert not result(norm=1.1e-5).agrees("fp32")
+    assert not result(gradient=1.1e-4).agrees("fp32")
+    assert not result(weights_equal=False).agrees("fp32")
+    assert not result(covered=False).agrees("fp32")
 
 
 def test_meshes_that_cannot_run_are_refused_together() -> None:

@@ -197,7 +197,6 @@ def _parity(rest: list[str]) -> int:
 
     from pith_apps.arguments import ParityArguments
     from pith_apps.checks import check_device
-    from pith_apps.config import torch_dtype
     from pith_apps.launch import find_machine, is_rank, launch
     from pith_apps.parity import check_parity, parity_worker
     from pith_apps.recipes.load import load_recipe
@@ -214,7 +213,7 @@ def _parity(rest: list[str]) -> int:
     if not is_rank(os.environ) and machine.world_size > 1:
         return launch(machine.world_size, ["parity", *rest])
     with joined_group(config) as device:
-        agrees = parity_worker(config, meshes, torch_dtype(arguments.dtype), device)
+        agrees = parity_worker(config, meshes, arguments.dtype, device)
     return 0 if agrees else 1
 
 

@@ -1,17 +1,17 @@
 """The proof that a mesh changes nothing: one step on many meshes against one process.
 
-For each mesh the same initial weights and the same global batch go through the real pipeline, and
+For each mesh the same initial weights and the same global batch go through a training step, and
 loss, balance loss, gradient norm and every canonical parameter's gradient are compared with a
 reference: one process, the whole batch at once, plain autograd over `contract.plain_hidden`, and
 torch's own cross-entropy over full logits. It shares the model's stages and the formula of the
-balance loss with the pipeline, and nothing of dispatch, schedule, transfers or sharding.
+balance loss with the step, and nothing of dispatch, schedule, transfers or sharding.
 
     difference of two numbers   |a - b| / |b|
     difference of a gradient    max |a - b| / max |b|,  b the reference tensor
     a mesh agrees when          its initial weights are bit-equal, every element of every gradient
                                 is held by exactly one rank, and no difference exceeds
-                                    float64   1e-10
-                                    float32   1e-5, gradients 1e-4
+                                    fp64   1e-10
+                                    fp32   1e-5, gradients 1e-4
 
 A wrong factor shows up on exactly the meshes that have the axis which causes it. The optimizer does
 not run: Adam would hide a factor. The batch is made to be uneven: targets are ignored in other
@@ -20,37 +20,27 @@ sends all of it to the same experts.
 
 Every rank computes the reference itself and compares the blocks that it holds, so nothing but a few
 numbers travels. The trap: a top-k tie that rounding breaks differently is no fault of the mesh; in
-float32 it would show as a large gradient difference, in float64 it does not happen.
+fp32 it would show as a large gradient difference, in fp64 it does not happen.
 """
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
+from typing import Literal
 
 import torch
 from pith_engine.balance import sequence_balance
-from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, plain_hidden
-from pith_engine.fsdp import (
-    CanonicalBlock,
-    Unit,
-    canonical_blocks,
-    shard_chunks,
-    sharded_parameters,
-)
-from pith_engine.gradients import count_targets, global_norm
-from pith_engine.init import initialise
+from pith_engine.contract import IGNORED_TARGET, Batch, plain_hidden
+from pith_engine.fsdp import CanonicalBlock, canonical_blocks
 from pith_engine.mesh import Mesh, MeshConfig, mesh_violations
-from pith_engine.partition import layers_per_chunk
-from pith_engine.pipeline import Pipeline
 from pith_engine.runtime import connect_mesh, gather_objects
-from pith_models.build import build_chunks, forward_flops
-from pith_ops.attention import choose_attention_backend
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pith_apps.config import RunConfig
+from pith_apps.trainer import build_trainer, step_gradients
 
 PARITY_MESHES = ("dp2", "dp4", "ep2", "ep4", "pp2", "pp2-ep2", "pp2-dp2", "dp2-ep2")
 """All two-rank and four-rank meshes of these axes that two chunks a rank allow."""
@@ -99,9 +89,9 @@ class ParityResult:
     seconds: float
     """Time of the step."""
 
-    def agrees(self, dtype: torch.dtype) -> bool:
+    def agrees(self, dtype: Literal["fp64", "fp32"]) -> bool:
         """Whether it is within the tolerances of `dtype`; a NaN never is."""
-        number, gradient = (1e-10, 1e-10) if dtype == torch.float64 else (1e-5, 1e-4)
+        number, gradient = (1e-10, 1e-10) if dtype == "fp64" else (1e-5, 1e-4)
         return (
             self.weights_equal
             and self.covered
@@ -136,7 +126,7 @@ def check_parity(config: RunConfig, meshes: tuple[MeshConfig, ...]) -> None:
 def parity_worker(
     config: RunConfig,
     meshes: tuple[MeshConfig, ...],
-    dtype: torch.dtype,
+    dtype: Literal["fp64", "fp32"],
     device: torch.device,
 ) -> bool:
     """Compare every mesh with one process; rank 0 prints the table.
@@ -147,20 +137,21 @@ def parity_worker(
     Args:
         config: gives model, sequence length, seed, balance loss and attention backend.
         meshes: as `check_parity` accepts them.
-        dtype: float64 or float32.
+        dtype: compute dtype.
         device: of this rank.
 
     Returns:
         Whether all meshes agree, the same on every rank that took part in all of them.
     """
+    train = replace(config.train, dtype=dtype)
+    config = replace(config, train=train, layers_per_chunk=None, mesh=MeshConfig())
     sequences = parity_sequences(config, num_parity_sequences(meshes), device)
-    reference = compute_reference(config, sequences, dtype, device)
+    reference = compute_reference(config, sequences, device)
     is_first = torch.distributed.get_rank() == 0
     if is_first:
         print(
-            f"parity of {config.name} in {str(dtype).removeprefix('torch.')}: one step of "
-            f"{len(sequences)} sequences of {config.train.sequence_length}, "
-            f"{reference.num_targets} targets\n"
+            f"parity of {config.name} in {dtype}: one step of {len(sequences)} sequences of "
+            f"{train.sequence_length}, {reference.num_targets} targets\n"
             f"one process: loss {reference.loss:.12f}, balance {reference.balance:.12f}, "
             f"gradient norm {reference.norm:.12f}\n{_HEADER}",
             flush=True,
@@ -171,7 +162,7 @@ def parity_worker(
         if mesh is None:
             continue
         connect_mesh(mesh, device)
-        result = compare_mesh(config, mesh, sequences, reference, dtype, device)
+        result = compare_mesh(replace(config, mesh=mesh_config), mesh, sequences, reference, device)
         all_agree = all_agree and result.agrees(dtype)
         if is_first:
             print(_row(result, dtype), flush=True)
@@ -207,11 +198,12 @@ def parity_sequences(config: RunConfig, num_sequences: int, device: torch.device
 
 
 def compute_reference(
-    config: RunConfig, sequences: list[Batch], dtype: torch.dtype, device: torch.device
+    config: RunConfig, sequences: list[Batch], device: torch.device
 ) -> ParityReference:
     """One step of the whole batch in this process, with autograd alone."""
-    chunks, units = _build(config, Mesh.single(), dtype, device)
-    parameters = sharded_parameters(units)
+    trainer = build_trainer(config, Mesh.single(), device)
+    trainer.gather()
+    chunks = list(trainer.pipeline.chunks.values())
     whole = Batch(
         tokens=torch.cat([batch.tokens for batch in sequences]),
         targets=torch.cat([batch.targets for batch in sequences]),
@@ -229,10 +221,10 @@ def compute_reference(
     loss = cross_entropy(logits, whole.targets, ignore_index=IGNORED_TARGET, reduction="sum")
     balance = torch.stack(balances).sum() if balances else torch.zeros_like(loss)
     ((loss + config.balance.coefficient * balance) / num_targets).backward()
-    for unit in units:
+    for unit in trainer.units:
         unit.reduce()
-    weights = [block for p in parameters for block in canonical_blocks(p, p.shard)]
-    gradients = [block for p in parameters for block in canonical_blocks(p, p.grad)]
+    weights = [block for p in trainer.parameters for block in canonical_blocks(p, p.shard)]
+    gradients = [block for p in trainer.parameters for block in canonical_blocks(p, p.grad)]
     digest = sha256()
     for block in weights:
         digest.update(block.tensor.cpu().numpy().tobytes())
@@ -252,34 +244,22 @@ def compare_mesh(
     mesh: Mesh,
     sequences: list[Batch],
     reference: ParityReference,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> ParityResult:
-    """Run the step on `mesh`, all of whose ranks call this, and compare."""
-    chunks, units = _build(config, mesh, dtype, device)
-    parameters = sharded_parameters(units)
-    blocks = [block for p in parameters for block in canonical_blocks(p, p.shard)]
+    """Run the step on `mesh`, which is that of `config` and all of whose ranks call this."""
+    trainer = build_trainer(config, mesh, device)
+    weights = [block for p in trainer.parameters for block in canonical_blocks(p, p.shard)]
     weights_equal = all(
-        torch.equal(block.tensor, _block_of(reference.weights, block)) for block in blocks
-    )
-    pipeline = Pipeline(
-        chunks,
-        mesh,
-        hidden_size=config.model.hidden_size,
-        dtype=dtype,
-        device=device,
-        balance=config.balance,
+        torch.equal(block.tensor, _block_of(reference.weights, block)) for block in weights
     )
     per_rank = len(sequences) // mesh.num_batch_ranks
     batches = sequences[mesh.batch_rank * per_rank : (mesh.batch_rank + 1) * per_rank]
     start = time.perf_counter()
-    losses = pipeline.train_step(batches, count_targets(batches, mesh))
-    for unit in units:
-        unit.reduce()
-    norm = global_norm(parameters, mesh).item()
+    losses, norm = step_gradients(trainer, batches)
+    norm_value = norm.item()
     seconds = time.perf_counter() - start
 
-    gradients = [block for p in parameters for block in canonical_blocks(p, p.grad)]
+    gradients = [block for p in trainer.parameters for block in canonical_blocks(p, p.grad)]
     mine = {
         block.name: _compare_block(block, reference) for block in gradients if block.tensor.numel()
     }
@@ -297,29 +277,11 @@ def compare_mesh(
         covered=all(sizes[name] == g.numel() for name, g in reference.gradients.items()),
         loss=_relative(losses.loss, reference.loss),
         balance=_relative(losses.balance, reference.balance),
-        norm=_relative(norm, reference.norm),
+        norm=_relative(norm_value, reference.norm),
         gradient=differences[worst],
         worst=worst,
         seconds=seconds,
     )
-
-
-def _build(
-    config: RunConfig, mesh: Mesh, dtype: torch.dtype, device: torch.device
-) -> tuple[list[ModelChunk], list[Unit]]:
-    """This rank's chunks with initial weights, gathered."""
-    model = config.model
-    backend = choose_attention_backend(
-        config.train.attention, device, dtype, model.head_dim, model.head_dim, packed=False
-    )
-    flops = forward_flops(model, config.train.sequence_length)
-    layers = layers_per_chunk(flops.layers, 2 * mesh.pp.size, 0.0, flops.head)
-    chunks = build_chunks(model, mesh, layers, attention_backend=backend)
-    units = shard_chunks(chunks, mesh, compute_dtype=dtype, device=device)
-    initialise(sharded_parameters(units), config.train.seed)
-    for unit in units:
-        unit.gather()
-    return chunks, units
 
 
 def _block_of(tensors: dict[str, Tensor], block: CanonicalBlock) -> Tensor:
@@ -354,7 +316,7 @@ _HEADER = (
 )
 
 
-def _row(result: ParityResult, dtype: torch.dtype) -> str:
+def _row(result: ParityResult, dtype: Literal["fp64", "fp32"]) -> str:
     weights = "bit-equal" if result.weights_equal else "DIFFER"
     numbers = [result.loss, result.balance, result.norm, result.gradient]
     return (
