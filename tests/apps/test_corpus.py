@@ -90,9 +90,9 @@ def test_folder_input_is_every_text_file_below_it_in_order(tmp_path: Path, token
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, "uint16"), (151_936, "uint32")])
 def test_ids_fit_the_dtype(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     # As uint16, 151645 would come back as 20573 (transformers#2825).
-    last = min(151_645, vocab_size - 1)
-    words = {"?": 0, "<eos>": 1, "last": last, "hole": vocab_size - 1}
-    words = {word: words[word] for word in (["?", "<eos>", "last", "hole"])}
+    words = {"?": 0, "<eos>": 1, "last": min(151_645, vocab_size - 1), "hole": vocab_size - 1}
+    if words["last"] == vocab_size - 1:
+        del words["hole"]
     folder = word_tokenizer(tmp_path / "words", words, "<eos>")
     (tmp_path / "a.txt").write_text("last last\n")
     meta = tokenize_files([tmp_path / "a.txt"], folder, tmp_path / "out")

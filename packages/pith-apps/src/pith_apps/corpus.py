@@ -33,7 +33,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
+import numpy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
@@ -81,9 +81,9 @@ class Corpus:
 
     folder: Path
     """Where it is."""
-    tokens: np.ndarray
+    tokens: numpy.ndarray
     """`[N]` uint16 or uint32, mapped from disk."""
-    documents: np.ndarray
+    documents: numpy.ndarray
     """`[D + 1]` int64 offsets into `tokens`, mapped from disk."""
     meta: CorpusMeta
     """Its counts and hashes."""
@@ -173,15 +173,15 @@ def tokenize_files(
             writer = _TokenWriter(file, vocab_size)
             for ids in _encode(documents, tokenizer_folder / "tokenizer.json", num_workers):
                 if len(ids):
-                    writer.append(np.append(ids, np.uint32(eos_id)))
+                    writer.append(numpy.append(ids, numpy.uint32(eos_id)))
                     offsets.append(writer.num_tokens)
                 else:
                     num_empty += 1
             writer.finish()
         if len(offsets) == 1:
             raise ValueError(f"no document with any text in {len(files)} file(s): {files[0]} ...")
-        writer.digest.update(np.array(offsets, dtype=np.int64).tobytes())
-        np.save(folder / "documents.npy", np.array(offsets, dtype=np.int64))
+        writer.digest.update(numpy.array(offsets, dtype=numpy.int64).tobytes())
+        numpy.save(folder / "documents.npy", numpy.array(offsets, dtype=numpy.int64))
         meta = CorpusMeta(
             tokenizer_name=tokenizer_folder.resolve().name,
             tokenizer_sha256=tokenizer_hash(tokenizer_folder),
@@ -302,11 +302,11 @@ def tokenizer_hash(folder: Path) -> str:
     return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
 
 
-def unigram_entropy(tokens: np.ndarray) -> float:
+def unigram_entropy(tokens: numpy.ndarray) -> float:
     """Entropy of single tokens in nats: the loss of the best model that ignores context."""
-    counts = np.bincount(tokens)
+    counts = numpy.bincount(tokens)
     shares = counts[counts > 0] / len(tokens)
-    return float(-(shares * np.log(shares)).sum())
+    return float(-(shares * numpy.log(shares)).sum())
 
 
 def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
@@ -387,14 +387,14 @@ def _new_folder(output: Path) -> Generator[Path]:
 
 def _encode(
     documents: Iterator[str], tokenizer_path: Path, num_workers: int
-) -> Iterator[np.ndarray]:
+) -> Iterator[numpy.ndarray]:
     """Ids uint32 of every document in order; at most two batches a worker are under way."""
     if num_workers == 1:
         tokenizer = _plain_tokenizer(tokenizer_path)
         for batch in _batches(documents):
             yield from _encode_batch(tokenizer, batch)
         return
-    pending: deque[Future[list[np.ndarray]]] = deque()
+    pending: deque[Future[list[numpy.ndarray]]] = deque()
     # Spawned, not forked: a fork copies locks that threads of this process may hold.
     with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
         for batch in _batches(documents):
@@ -405,7 +405,7 @@ def _encode(
             yield from pending.popleft().result()
 
 
-def _encode_in_worker(tokenizer_path: Path, texts: list[str]) -> list[np.ndarray]:
+def _encode_in_worker(tokenizer_path: Path, texts: list[str]) -> list[numpy.ndarray]:
     # The pool's processes are the parallelism; opening a tokenizer again costs far less than
     # encoding a batch.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -420,9 +420,9 @@ def _plain_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+def _encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[numpy.ndarray]:
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+    return [numpy.array(encoding.ids, dtype=numpy.uint32) for encoding in encodings]
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
@@ -438,12 +438,12 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _open_array(path: Path, dtype: str, length: int) -> np.ndarray:
+def _open_array(path: Path, dtype: str, length: int) -> numpy.ndarray:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = numpy.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{path} is missing or truncated, tokenize again: {error}") from None
-    if array.dtype != np.dtype(dtype) or array.shape != (length,):
+    if array.dtype != numpy.dtype(dtype) or array.shape != (length,):
         raise ValueError(
             f"{path} holds {array.shape} {array.dtype}, meta.json says ({length},) {dtype}; "
             "tokenize again"
@@ -459,13 +459,13 @@ class _TokenWriter:
     """
 
     def __init__(self, file: BinaryIO, vocab_size: int):
-        self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+        self.dtype = numpy.dtype(numpy.uint16 if vocab_size <= 1 << 16 else numpy.uint32)
         self.file, self.vocab_size = file, vocab_size
         self.num_tokens, self.max_id = 0, 0
         self.digest = hashlib.sha256()
         self.header_size = self._write_header()
 
-    def append(self, ids: np.ndarray) -> None:
+    def append(self, ids: numpy.ndarray) -> None:
         self.max_id = max(self.max_id, int(ids.max()))
         assert self.max_id < self.vocab_size, (self.max_id, self.vocab_size)
         data = ids.astype(self.dtype).tobytes()
@@ -475,10 +475,10 @@ class _TokenWriter:
 
     def finish(self) -> None:
         self.file.seek(0)
-        assert self._write_header() == self.header_size
+        assert self._write_header() == self.header_size, "the header of a .npy file can grow"
 
     def _write_header(self) -> int:
         shape = (self.num_tokens,)
         header = {"descr": self.dtype.str, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(self.file, header)
+        numpy.lib.format.write_array_header_1_0(self.file, header)
         return self.file.tell()

@@ -26,7 +26,7 @@ import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
+import numpy
 import torch
 from pith_engine.contract import IGNORED_TARGET, Batch
 from pith_engine.mesh import Mesh
@@ -44,7 +44,7 @@ class TrainingData:
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: numpy.ndarray,
         mesh: Mesh,
         *,
         sequence_length: int,
@@ -100,17 +100,13 @@ class TrainingData:
         places = [divmod(first + j, self.num_samples) for j in range(self.micro_batch_size)]
         return [permuted(place, self.num_samples, self.seed, epoch) for epoch, place in places]
 
-    def epochs(self, num_steps: int) -> float:
-        """How many times `num_steps` steps read the corpus."""
-        return num_steps * self.batch_size / self.num_samples
-
     def _read(self, step: int) -> Tensor:
         samples = [self.samples(step, m) for m in self.local_micro_batches]
         return _read_rows(self.tokens, samples, self.sequence_length, self.vocab_size)
 
 
 def held_out_batches(
-    tokens: np.ndarray,
+    tokens: numpy.ndarray,
     mesh: Mesh,
     *,
     sequence_length: int,
@@ -198,11 +194,11 @@ def _local_range(mesh: Mesh, batch_size: int, micro_batch_size: int) -> range:
 
 
 def _read_rows(
-    tokens: np.ndarray, samples: list[list[int]], sequence_length: int, vocab_size: int
+    tokens: numpy.ndarray, samples: list[list[int]], sequence_length: int, vocab_size: int
 ) -> Tensor:
     """`[m, b, S + 1]` int64 ids of m micro-batches; `IGNORED_TARGET` where the data has ended."""
     shape = (len(samples), len(samples[0]), sequence_length + 1)
-    rows = np.full(shape, IGNORED_TARGET, dtype=np.int64)
+    rows = numpy.full(shape, IGNORED_TARGET, dtype=numpy.int64)
     for m, micro_batch in enumerate(samples):
         for j, index in enumerate(micro_batch):
             ids = tokens[index * sequence_length : (index + 1) * sequence_length + 1]

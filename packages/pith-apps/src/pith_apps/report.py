@@ -7,7 +7,7 @@ imported by the function that draws, with its file-only backend, so no display i
 
 from pathlib import Path
 
-import numpy as np
+import numpy
 
 from pith_apps.run_log import read_metrics
 
@@ -28,8 +28,10 @@ def plot_losses(folder: Path, *, unigram_entropy: float | None = None) -> Path:
     records = read_metrics(folder)
     if not records:
         raise ValueError(f"{folder}: metrics.jsonl holds no record yet")
-    training = np.array([(r["step"], r["loss"]) for r in records if "loss" in r])
-    held_out = np.array([(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r])
+    training = numpy.array([(r["step"], r["loss"]) for r in records if "loss" in r])
+    held_out = numpy.array(
+        [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]
+    )
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -62,9 +64,9 @@ def plot_losses(folder: Path, *, unigram_entropy: float | None = None) -> Path:
     return path
 
 
-def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+def running_mean(values: numpy.ndarray, window: int) -> numpy.ndarray:
     """Mean of each value and the `window - 1` before it (fewer at the start)."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - window)
+    sums = numpy.concatenate([[0.0], numpy.cumsum(values)])
+    ends = numpy.arange(1, len(values) + 1)
+    starts = numpy.maximum(0, ends - window)
     return (sums[ends] - sums[starts]) / (ends - starts)
