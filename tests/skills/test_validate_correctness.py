@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path("skills/validate-correctness/scripts/compare_revisions.py")
-SMALL = ("--train.steps", "2", "--evaluation.sequences", "8")
+SMALL = "--train.steps 2 --evaluation.sequences 8 --mesh.pp 1 --mesh.ep 1".split()
+"""Options of a short run in one process; `tests/test_documents.py` runs the skill's own command."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def run_git(folder: Path, *arguments: str) -> None:
 
 
 def run_script(clone: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The script as the SKILL.md runs it, in the clone, two processes instead of four."""
+    """The script as the SKILL.md runs it, in the clone."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, SCRIPT, *arguments, *SMALL],
