@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path("skills/validate-correctness/scripts/compare_revisions.py")
-SMALL = "--train.steps 2 --evaluation.sequences 8 --mesh.pp 1 --mesh.ep 1".split()
+SMALL = ["--train.steps", "2", "--evaluation.sequences", "8", "--mesh.pp", "1", "--mesh.ep", "1"]
 """Options of a short run in one process; `tests/test_documents.py` runs the skill's own command."""
 
 
