@@ -85,19 +85,29 @@ def test_every_option_of_a_recipe_is_explained(capsys, monkeypatch):
     assert "Optimizer updates of the whole run" in text
 
 
-def test_a_run_that_cannot_work_starts_no_process_and_writes_nothing(tmp_path):
-    done = pith("pretrain", "demo", "--mesh.ep", "3", "--nproc", "4", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "mesh.ep = 3" in done.stderr
-    assert "4 run" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_run_that_cannot_work_starts_no_process_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["pretrain", "demo", "--mesh.ep", "3", "--nproc", "4"]) == 2
+    error = capsys.readouterr().err
+    assert "mesh.ep = 3" in error
+    assert "4 run" in error
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_of_a_wrong_world_refuses_alone(tmp_path):
+def test_a_rank_of_a_wrong_world_refuses_alone(tmp_path, monkeypatch, capsys):
     """Under torchrun every rank says so at once, without meeting the others."""
+    monkeypatch.chdir(tmp_path)
     found = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = pith("pretrain", "demo", "--train.device", "cpu", cwd=tmp_path, **found)
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    assert main(["pretrain", "demo", "--train.device", "cpu"]) == 2
+    assert "8 run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_ends_with_its_exit_code(tmp_path):
+    done = pith("pretrain", "demo", "--train.micro-batch", "3", cwd=tmp_path)
     assert done.returncode == 2
-    assert "8 run" in done.stderr
+    assert "train.batch is 8" in done.stderr
+    assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []

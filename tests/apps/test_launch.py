@@ -25,6 +25,7 @@ RECIPE = """
 import os, time
 from pathlib import Path
 from pith_apps.config import RunConfig
+from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b_tiny
 
 def waiting() -> RunConfig:
     rank = os.environ.get("RANK")
@@ -109,7 +110,9 @@ def test_a_failing_rank_ends_the_job_and_is_named(tmp_path):
     assert_gone(pids, within=5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupt_ends_every_rank(tmp_path, number):
     process = start(tmp_path, WAIT="1")
     pids = wait_for_ranks(tmp_path, process)

@@ -181,6 +181,7 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
     if verb == "pretrain":
         check_resume(config)
     if not is_rank(os.environ) and machine.world_size > 1:
+        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         return launch(machine.world_size, [verb, *rest])
     if verb == "evaluate":
         from pith_apps.evaluate import evaluate
@@ -211,6 +212,7 @@ def _parity(rest: list[str]) -> int:
     machine = find_machine(max(mesh.world_size for mesh in meshes), os.environ)
     check_device(config, machine)
     if not is_rank(os.environ) and machine.world_size > 1:
+        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         return launch(machine.world_size, ["parity", *rest])
     with joined_group(config) as device:
         agrees = parity_worker(config, meshes, arguments.dtype, device)

@@ -1,0 +1,190 @@
+"""Whole runs through the command line: what they leave, resuming, several launchers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pith_apps.checks import changed_fields
+from pith_apps.cli import main
+from pith_apps.run_log import read_metrics
+
+RECIPE = ["qwen3-30b-a3b-tiny", "--lr.schedule", "constant", "--lr.decay-steps", "None"]
+TINY = [*RECIPE, "--mesh.ep", "1", "--checkpoint.interval", "2"]
+SIX = [*TINY, "--train.steps", "6"]
+FOUR_RANKS = [*RECIPE, "--mesh.pp", "2", "--mesh.ep", "2"]
+
+
+def environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start a command of `pith` in `folder`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pith_apps.cli", *arguments],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def pith(folder: Path, *arguments: str) -> str:
+    """Run a command of `pith` to its end, return what it printed."""
+    process = start(folder, *arguments)
+    output, error = process.communicate(timeout=300)
+    assert process.returncode == 0, output + error
+    return output
+
+
+def steps_of(folder: Path, name: str) -> list[tuple[int, float, float]]:
+    """Step, loss and gradient norm of every step of a run, all digits."""
+    records = read_metrics(folder / "runs" / name)
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in records if "loss" in r]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with one uninterrupted run of six steps, `whole`.
+
+    It starts where an earlier start left a log and a checkpoint that was never completed.
+    """
+    folder = tmp_path_factory.mktemp("pretrain")
+    run = folder / "runs" / "whole"
+    (run / "log").mkdir(parents=True)
+    (run / "log" / "rank_00000.log").write_text("an earlier start\n")
+    (run / "checkpoints" / "step-00000003").mkdir(parents=True)
+    output = pith(folder, "pretrain", *SIX, "--name", "whole")
+    (folder / "whole.txt").write_text(output)
+    return folder
+
+
+def test_a_run_leaves_what_it_says(folder):
+    run, output = folder / "runs" / "whole", (folder / "whole.txt").read_text()
+    assert {path.name for path in run.iterdir()} == {
+        "checkpoints",
+        "config.json",
+        "environment.json",
+        "export",
+        "log",
+        "loss.png",
+        "metrics.jsonl",
+        "plan.txt",
+    }
+    assert "step 1 starts from initial weights" in output
+    assert output.count("\nstep ") >= 6
+    assert "-1.0000" not in output
+    assert (run / "plan.txt").read_text() in output
+    assert json.loads((run / "config.json").read_text())["train"]["steps"] == 6
+    assert [step for step, *_ in steps_of(folder, "whole")] == [1, 2, 3, 4, 5, 6]
+    held_out = [r["step"] for r in read_metrics(run) if "held_out_loss" in r]
+    assert held_out == [0, 6]
+    # The two newest complete ones stay (`checkpoint.keep`); what is not complete is not touched.
+    checkpoints = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000003", "step-00000004", "step-00000006"]
+    for place in ("metrics.jsonl", "loss.png", "checkpoints", "export"):
+        assert (
+            str(Path("runs") / "whole" / place)
+            in output.splitlines()[-4:][
+                ("metrics.jsonl", "loss.png", "checkpoints", "export").index(place)
+            ]
+        )
+
+
+def test_a_killed_run_resumes_and_ends_alike(folder):
+    process = start(folder, "pretrain", *SIX, "--name", "killed")
+    deadline = time.monotonic() + 200
+    while len(steps_of(folder, "killed")) < 5:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    output = pith(folder, "pretrain", *SIX, "--name", "killed")
+    assert "resumed at step 4 of 6" in output or "resumed at step 6 of 6" in output
+    assert steps_of(folder, "killed") == steps_of(folder, "whole")
+    assert [r for r in read_metrics(folder / "runs" / "killed") if "held_out_loss" in r] == [
+        r for r in read_metrics(folder / "runs" / "whole") if "held_out_loss" in r
+    ]
+
+
+def test_what_decides_the_numbers_may_not_change_on_resume(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    command = ["pretrain", *SIX, "--name", "whole", "--train.seed", "1", "--train.batch", "16"]
+    command += ["--model.rope-theta", "5000", "--optim.weight-decay", "0"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "model.rope_theta: 1000000.0 -> 5000.0" in error
+    assert "train.seed: 0 -> 1" in error
+    assert "train.batch: 8 -> 16" in error
+    assert "weight_decay" not in error
+    assert "--name" in error
+    output = pith(folder, "pretrain", *SIX, "--name", "whole", "--optim.weight-decay", "0")
+    assert "resumed at step 6 of 6" in output
+    assert "changed since that checkpoint: optim.weight_decay: 0.1 -> 0.0" in output
+    assert "nothing is left to train" in output
+
+
+def test_evaluate_repeats_the_last_held_out_loss(folder):
+    output = pith(folder, "evaluate", *SIX, "--name", "whole")
+    (recorded,) = (
+        record["held_out_loss"]
+        for record in read_metrics(folder / "runs" / "whole")
+        if record.get("step") == 6 and "held_out_loss" in record
+    )
+    assert f"held-out loss {recorded:.6f} after step 6" in output
+
+
+def test_changed_fields_names_paths_in_both_trees():
+    old = {"a": 1, "b": {"c": 2, "d": [1]}, "gone": 0}
+    new = {"a": 1, "b": {"c": 3, "d": [1, 2]}, "added": 0}
+    assert changed_fields(old, new) == ["b.c: 2 -> 3", "b.d: [1] -> [1, 2]"]
+
+
+@pytest.mark.slow
+def test_two_launchers_give_the_losses_of_one(folder):
+    output = pith(folder, "pretrain", *FOUR_RANKS, "--name", "one", "--train.steps", "3")
+    assert "mesh pp2-ep2: 4 process(es) on 1 node(s)" in output
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29731", "--rdzv-id", "pith"),
+        *("-m", "pith_apps.cli", "pretrain", *FOUR_RANKS, "--name", "two"),
+        *("--train.steps", "3"),
+    ]
+    launchers = [
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    outputs = [launcher.communicate(timeout=300)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(outputs)
+    assert steps_of(folder, "two") == steps_of(folder, "one")
+    plan = (folder / "runs" / "two" / "plan.txt").read_text()
+    assert "mesh pp2-ep2: 4 process(es) on 2 node(s)" in plan
+    crosses = {line.split()[0]: line.split()[3] for line in plan.splitlines()[3:6]}
+    assert crosses["pp"] == "yes"
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_another_mesh(folder):
+    pith(folder, "pretrain", *TINY, "--name", "moved", "--train.steps=3")
+    output = pith(folder, "pretrain", *FOUR_RANKS, "--name", "moved", "--train.steps=6")
+    assert "resumed at step 3 of 6" in output
+    assert "changed since that checkpoint: mesh.pp: 1 -> 2" in output
+    whole, moved = steps_of(folder, "whole"), steps_of(folder, "moved")
+    assert [step for step, *_ in moved] == [1, 2, 3, 4, 5, 6]
+    for expected, found in zip(whole, moved, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
