@@ -127,15 +127,21 @@ def stop_process_group() -> None:
 
 
 def connect_mesh(mesh: Mesh, device: torch.device) -> None:
-    """Run one collective on every axis, so that all communicators exist before they are timed.
+    """Use every communicator once, in every way that a step does.
 
-    NCCL makes a communicator at its first use, and a first use by point-to-point transfers that
-    not all ranks take part in hangs.
+    NCCL connects two ranks at their first transfer in each direction, and the host blocks until
+    both ask for it. Inside a step that deadlocks: one rank waits on the host to connect what the
+    other will send only after it has received something else.
     """
-    for axis in (mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.ep_backward):
-        all_reduce(torch.zeros(1, device=device), axis)
-    for axis in (mesh.data, mesh.expert_data, mesh.world):
-        all_reduce(torch.zeros(1, device=device), axis)
+    axes = (mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.ep_backward, mesh.data, mesh.expert_data)
+    for axis in (*axes, mesh.world):
+        ones = torch.ones(axis.size, device=device)
+        all_reduce(ones, axis)
+        all_to_all(torch.empty_like(ones), ones, [1] * axis.size, [1] * axis.size, axis)
+    neighbours = [r for r in (mesh.pp.rank - 1, mesh.pp.rank + 1) if 0 <= r < mesh.pp.size]
+    sends = [(torch.zeros(1, device=device), peer) for peer in neighbours]
+    receives = [(torch.zeros(1, device=device), peer) for peer in neighbours]
+    exchange(sends, receives, mesh.pp).wait_sends()
 
 
 def check_torch_version(version: str) -> None:
