@@ -15,8 +15,8 @@ from pith_engine.checkpoint import (
     prune_checkpoints,
     read_manifest,
     read_tensor,
-    read_tensors,
     save_checkpoint,
+    tensor_names,
     write_checkpoint,
 )
 from pith_engine.fsdp import canonical_blocks, shard_chunks
@@ -100,12 +100,43 @@ def test_every_mesh_reads_what_every_other_wrote(gloo_pool, tmp_path, written):
 
 def test_every_tensor_is_there_once_with_its_global_shape(gloo_pool, tmp_path):
     gloo_pool.run(save_on, "pp2-ep2", tmp_path, 1)
-    found = dict(read_tensors(find_checkpoint(tmp_path)))
-    assert found["embedding"].shape == (VOCABULARY, HIDDEN)
-    assert found["layers.3.mlp.two"].shape == (EXPERTS, 10, HIDDEN)
-    assert {name.split(".")[1] for name in found if name.startswith("layers.")} == set("0123")
-    moments = dict(read_tensors(find_checkpoint(tmp_path), "optimizer.exp_avg_sq."))
-    assert moments.keys() == found.keys()
+    path = find_checkpoint(tmp_path)
+    names = tensor_names(path)
+    assert read_tensor(path, "model.embedding").shape == (VOCABULARY, HIDDEN)
+    assert read_tensor(path, "model.layers.3.mlp.two").shape == (EXPERTS, 10, HIDDEN)
+    assert {name.split(".")[1] for name in names if name.startswith("layers.")} == set("0123")
+    assert tensor_names(path, "optimizer.exp_avg_sq.") == names
+    with pytest.raises(ValueError, match="has no tensor"):
+        read_tensor(path, "model.nothing")
+
+
+@pytest.mark.core
+def test_ranks_outside_the_mesh_take_no_part(gloo_pool, tmp_path):
+    """A mesh of two of four ranks saves: torch's default group has ranks that never call."""
+    gloo_pool.run(save_on, "ep2", tmp_path, 3)
+    assert checkpoint_fault(tmp_path / "step-00000003") is None
+
+
+def test_elements_that_were_not_saved_are_named(tmp_path):
+    half = StoredBlock(
+        key="model.head",
+        shape=(4, 2),
+        offsets=(2, 0),
+        sizes=(2, 2),
+        dtype=torch.float32,
+        read=lambda: torch.ones(2, 2),
+    )
+    path = write_checkpoint(tmp_path, 0, [half], {})
+    with pytest.raises(ValueError, match="4 of 8 elements were saved"):
+        read_tensor(path, "model.head")
+
+
+def test_one_process_saves_and_loads_without_a_warning(tmp_path):
+    parameters, optimizer = make_state(Mesh.single(), seed=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = save_checkpoint(tmp_path, 1, parameters, optimizer, {}, Mesh.single())
+        load_checkpoint(path, parameters, optimizer, Mesh.single())
 
 
 def damaged(path, how):
@@ -120,9 +151,25 @@ def damaged(path, how):
             files[0].unlink()
         case "file cut":
             files[-1].write_bytes(files[-1].read_bytes()[:-1])
+        case "file outside" | "manifest without files":
+            fields = json.loads((path / MANIFEST_NAME).read_text())
+            (path.parent / "other").write_bytes(b"1234")
+            outside = {"../other": {"size": 4, "sha256": ""}}
+            fields["files"] = outside if how == "file outside" else 3
+            (path / MANIFEST_NAME).write_text(json.dumps(fields))
 
 
-@pytest.mark.parametrize("how", ["manifest missing", "manifest cut", "file missing", "file cut"])
+FAULTS = [
+    "manifest missing",
+    "manifest cut",
+    "manifest without files",
+    "file missing",
+    "file cut",
+    "file outside",
+]
+
+
+@pytest.mark.parametrize("how", FAULTS)
 def test_an_incomplete_checkpoint_is_passed_over_with_a_warning(tmp_path, how):
     mesh = Mesh.single()
     parameters, optimizer = make_state(mesh, seed=5)
@@ -142,6 +189,8 @@ def test_a_save_replaces_the_same_step_and_ignores_what_a_killed_save_left(tmp_p
     parameters, optimizer = make_state(mesh, seed=5)
     (tmp_path / "step-00000002.tmp").mkdir()
     (tmp_path / "step-00000002.tmp" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "step-00000001.tmp").mkdir()
+    (tmp_path / "step-00000001.deleted").mkdir()
     for tokens in (1, 2):
         save_checkpoint(tmp_path, 2, parameters, optimizer, {"tokens": tokens}, mesh)
     assert read_manifest(tmp_path / "step-00000002").run == {"tokens": 2}

@@ -1,22 +1,18 @@
 """Checkpoints: saved by every rank in parallel, independent of the mesh, complete or invisible.
 
-A checkpoint is a folder `step-00000100` in PyTorch's DCP format plus `manifest.json`. Its tensors
-carry canonical names (`model.layers.3.q_proj`, `optimizer.exp_avg.layers.3.q_proj`) and their true
-global shapes; each rank writes the blocks it holds with their true offsets, so any mesh reads what
-any other wrote. The steps of a save:
+A checkpoint is a folder `step-00000100` in PyTorch's DCP format. Its tensors carry canonical names
+(`model.layers.3.q_proj`, `optimizer.exp_avg.layers.3.q_proj`) and global shapes; each rank writes
+the blocks it holds with their true offsets, so any mesh reads what any other wrote. To save:
 
-    1. rank 0 makes an empty `step-00000100.tmp`
+    1. rank 0 deletes what killed saves left and makes an empty `step-00000100.tmp`
     2. every rank writes its blocks (DCP; rank 0 also writes `.metadata`) and hashes its files
-    3. rank 0 writes the manifest, the last object: file names, sizes, hashes, and the run's facts
+    3. rank 0 writes `manifest.json`, the last file: names, sizes, hashes, and the run's facts
     4. rank 0 renames the folder to `step-00000100`
 
-A folder is complete when its manifest is there and every listed file has the listed size. Anything
-else is ignored with a warning, and the newest complete one is resumed.
-
-The planners below are DCP's extension point. They are needed because a canonical tensor may be a
-part of a stored one (gate and up are stored together): its share on a rank is a block that no
-DTensor placement describes. The trap: a load must cover every element of every block, and DCP does
-not check that, so `load_blocks` does.
+A folder is complete when its manifest is there and every listed file has its size. A canonical
+tensor may be a part of a stored one (gate and up are stored together): its share on a rank is a
+block that no DTensor placement describes, hence the planners. The trap: a load must cover every
+element of every block, and DCP does not check that, so `_read_blocks` does.
 """
 
 import hashlib
@@ -25,18 +21,20 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from platform import python_version
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -57,7 +55,8 @@ from pith_engine.optim import AdamW
 from pith_engine.runtime import barrier, gather_objects
 
 MANIFEST_NAME = "manifest.json"
-_FOLDER_PATTERN = re.compile(r"step-(\d{8})")
+_COMPLETE_NAME = re.compile(r"step-\d{8}")
+_LEFT_NAME = re.compile(r"step-\d{8}\.(tmp|deleted)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,45 +111,28 @@ def save_checkpoint(
     run: Mapping[str, Any],
     mesh: Mesh,
 ) -> Path:
-    """Save weights, moments and the run's facts as `folder/step-<step>`; all ranks call it.
+    """Save weights, moments and `Manifest.run` (rank 0's) as `folder/step-<step>`, and return it.
 
-    Args:
-        folder: where checkpoints stand, shared by all ranks.
-        step: optimizer updates done.
-        parameters: this rank's parameters.
-        optimizer: their optimizer.
-        run: JSON values for `Manifest.run`, used from rank 0.
-        mesh: the ranks that save.
-
-    Returns:
-        The committed folder.
+    All ranks of the mesh call it. What was committed before survives any failure.
 
     Raises:
-        CheckpointException: a rank could not write (the same error on every rank); what was
-            committed before stays.
+        CheckpointException: a rank could not write its blocks; raised on every rank.
+        OSError: on rank 0 alone, when it could not make the folder or the manifest.
     """
-    blocks = _model_blocks(parameters) + _optimizer_blocks(parameters, optimizer)
-    return _commit(folder, step, blocks, run, mesh, has_optimizer=True)
+    return _commit(folder, step, _blocks(parameters, optimizer), run, mesh, has_optimizer=True)
 
 
-def write_checkpoint(folder: Path, step: int, blocks: Iterable[StoredBlock], run: dict) -> Path:
-    """Save whole tensors from one process, one in memory at a time; for imports.
+def write_checkpoint(folder: Path, step: int, blocks: Sequence[StoredBlock], run: dict) -> Path:
+    """Save whole tensors from one process, one in memory at a time, for imports.
 
-    Args:
-        folder: where checkpoints stand.
-        step: step to name it after, 0 for imported weights.
-        blocks: one per canonical tensor, keys with the prefix `model.`.
-        run: JSON values for `Manifest.run`.
-
-    Returns:
-        The committed folder.
+    Keys of the blocks start with `model.`; returns the committed folder.
     """
-    return _commit(folder, step, list(blocks), run, Mesh.single(), has_optimizer=False)
+    return _commit(folder, step, blocks, run, Mesh.single(), has_optimizer=False)
 
 
 def find_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint of a folder, None without one; warns about incomplete ones."""
-    for path in reversed(_step_folders(folder)):
+    for path in reversed(_folders(folder, _COMPLETE_NAME)):
         fault = checkpoint_fault(path)
         if fault is None:
             return path
@@ -164,22 +146,20 @@ def checkpoint_fault(path: Path) -> str | None:
         return f"no {MANIFEST_NAME}"
     try:
         manifest = read_manifest(path)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST_NAME} cannot be read: {error}"
     for name, record in manifest.files.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
+        file = path / name
+        if file.parent != path:
+            return f"{MANIFEST_NAME} lists {name}, which is not in the folder"
+        found = file.stat().st_size if file.is_file() else None
         if found != record.size:
             return f"{name} has {found} bytes instead of {record.size}"
     return None
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a checkpoint's manifest.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError, KeyError, TypeError: it is damaged.
-    """
+    """Read a manifest; FileNotFoundError if there is none."""
     fields = json.loads((path / MANIFEST_NAME).read_text())
     files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
     return Manifest(files=files, **fields)
@@ -188,16 +168,9 @@ def read_manifest(path: Path) -> Manifest:
 def load_checkpoint(
     path: Path, parameters: Sequence[ShardedParameter], optimizer: AdamW | None, mesh: Mesh
 ) -> Manifest:
-    """Load weights, and moments when an optimizer is given, saved on any mesh; all ranks call it.
+    """Load weights, and moments and step count when an optimizer is given, saved on any mesh.
 
-    Args:
-        path: a complete checkpoint.
-        parameters: written in place (`shard`).
-        optimizer: its moments and step count are written in place.
-        mesh: the ranks that load.
-
-    Returns:
-        The manifest.
+    Every rank reads its own blocks; all ranks of the mesh call it and leave it together.
 
     Raises:
         ValueError: incomplete checkpoint, a tensor missing or of another shape, or no moments for
@@ -206,13 +179,13 @@ def load_checkpoint(
     if fault := checkpoint_fault(path):
         raise ValueError(f"checkpoint {path} is incomplete: {fault}")
     manifest = read_manifest(path)
-    blocks = _model_blocks(parameters)
+    if optimizer is not None and not manifest.has_optimizer:
+        raise ValueError(f"checkpoint {path} holds no optimizer state: start a run from it")
+    reader = FileSystemReader(path)
+    _read_blocks(reader, reader.read_metadata(), _blocks(parameters, optimizer))
     if optimizer is not None:
-        if not manifest.has_optimizer:
-            raise ValueError(f"checkpoint {path} holds no optimizer state: start a run from it")
-        blocks += _optimizer_blocks(parameters, optimizer)
         optimizer.num_steps = manifest.step
-    load_blocks(path, blocks, no_dist=mesh.world.size == 1)
+    barrier(mesh.world)
     return manifest
 
 
@@ -222,60 +195,48 @@ def tensor_names(path: Path, prefix: str = "model.") -> list[str]:
     return [key.removeprefix(prefix) for key in sorted(stored) if key.startswith(prefix)]
 
 
-def read_tensors(path: Path, prefix: str = "model.") -> Iterator[tuple[str, Tensor]]:
-    """Read whole tensors one at a time in one process, in the order of their names.
-
-    Yields:
-        Name without the prefix, and the tensor on the CPU in its stored dtype.
-    """
-    for name in tensor_names(path, prefix):
-        yield name, read_tensor(path, prefix + name)
-
-
 def read_tensor(path: Path, key: str) -> Tensor:
-    """Read one whole tensor by its key in the checkpoint.
-
-    Raises:
-        ValueError: no such key.
-    """
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata.get(key)
+    """Read one whole tensor onto the CPU in its stored dtype; ValueError if there is none."""
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    stored = metadata.state_dict_metadata.get(key)
     if not isinstance(stored, TensorStorageMetadata):
         raise ValueError(f"checkpoint {path} has no tensor {key}")
     tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-    load_blocks(path, [_whole_block(key, tensor)], no_dist=True)
+    _read_blocks(reader, metadata, [_stored_block(key, tensor, stored.size, (0,) * tensor.dim())])
     return tensor
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
     """Delete all but the `keep` newest complete checkpoints; everything else stays untouched."""
-    complete = [path for path in _step_folders(folder) if checkpoint_fault(path) is None]
+    complete = [path for path in _folders(folder, _COMPLETE_NAME) if checkpoint_fault(path) is None]
     for path in complete[: max(len(complete) - keep, 0)]:
         shutil.rmtree(_renamed_aside(path))
 
 
-def load_blocks(path: Path, blocks: Sequence[StoredBlock], *, no_dist: bool) -> None:
-    """Fill the tensors of `blocks` from a checkpoint.
-
-    Args:
-        path: the checkpoint.
-        blocks: this rank's blocks; `read()` gives the tensor to write.
-        no_dist: whether this process loads alone.
-
-    Raises:
-        ValueError: a key is missing, has another shape, or is not covered by what was saved.
-    """
-    reader = FileSystemReader(path)
-    stored = reader.read_metadata().state_dict_metadata
+def _read_blocks(
+    reader: FileSystemReader, metadata: Metadata, blocks: Sequence[StoredBlock]
+) -> None:
+    """Fill the tensors that `read()` gives, in this process alone, after checking all of them."""
+    items: list[ReadItem] = []
     faults = []
     for block in blocks:
-        found = stored.get(block.key)
-        if not isinstance(found, TensorStorageMetadata):
+        stored = metadata.state_dict_metadata.get(block.key)
+        if not isinstance(stored, TensorStorageMetadata):
             faults.append(f"{block.key}: missing")
-        elif tuple(found.size) != block.shape:
-            faults.append(f"{block.key}: shape {tuple(found.size)}, expected {block.shape}")
+        elif tuple(stored.size) != block.shape:
+            faults.append(f"{block.key}: shape {tuple(stored.size)}, expected {block.shape}")
+        elif 0 not in block.sizes:
+            reads = create_read_items_for_chunk_list(block.key, stored, [_chunk(block)])
+            # Saved chunks do not overlap, so equal counts mean that every element is covered.
+            covered, wanted = sum(read.lengths.numel() for read in reads), prod(block.sizes)
+            if covered != wanted:
+                faults.append(f"{block.key}: {covered} of {wanted} elements were saved")
+            items += reads
     if faults:
-        raise ValueError(f"checkpoint {path} does not fit this model: " + "; ".join(faults))
-    load({}, storage_reader=reader, planner=_BlockLoadPlanner(blocks), no_dist=no_dist)
+        raise ValueError(f"checkpoint {reader.path} does not fit this model: " + "; ".join(faults))
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(LoadPlan(items), _BlockLoadPlanner(blocks)).wait()
 
 
 class _BlockSavePlanner(DefaultSavePlanner):
@@ -288,48 +249,28 @@ class _BlockSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         items = []
         for key, block in self._blocks.items():
-            chunk = ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.sizes))
-            data = TensorWriteData(
-                chunk, TensorProperties(dtype=block.dtype), torch.Size(block.shape)
-            )
-            index = MetadataIndex(key, chunk.offsets)
+            properties = TensorProperties(dtype=block.dtype)
+            data = TensorWriteData(_chunk(block), properties, torch.Size(block.shape))
+            index = MetadataIndex(key, block.offsets)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._blocks[write_item.index.fqn].read().detach()
+        return self._blocks[write_item.index.fqn].read()
 
 
 class _BlockLoadPlanner(DefaultLoadPlanner):
-    """Loads blocks from whatever chunks were saved."""
+    """Says where in the blocks the elements that a read brings belong."""
 
     def __init__(self, blocks: Sequence[StoredBlock]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._blocks = {block.key: block for block in blocks if 0 not in block.sizes}
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None, "DCP sets the planner up before it plans"
-        items: list[ReadItem] = []
-        for key, block in self._blocks.items():
-            stored = self.metadata.state_dict_metadata[key]
-            assert isinstance(stored, TensorStorageMetadata), f"{key} was checked to be a tensor"
-            chunk = ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.sizes))
-            reads = create_read_items_for_chunk_list(key, stored, [chunk])
-            # Saved chunks do not overlap, so equal counts mean that every element is covered.
-            covered = sum(read.lengths.numel() for read in reads)
-            if covered != chunk.sizes.numel():
-                raise ValueError(f"{key}: {covered} of {chunk.sizes.numel()} elements were saved")
-            items += reads
-        return LoadPlan(items)
+        self._blocks = {block.key: block for block in blocks}
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        tensor = self._blocks[read_item.dest_index.fqn].read().detach()
-        for dim, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
+        places = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        tensor = self._blocks[read_item.dest_index.fqn].read()
+        return tensor[tuple(slice(start, start + length) for start, length in places)]
 
 
 def _commit(
@@ -341,18 +282,25 @@ def _commit(
     *,
     has_optimizer: bool,
 ) -> Path:
-    """The numbered steps of the file's docstring."""
     final = folder / f"step-{step:08d}"
     temporary = final.with_suffix(".tmp")
-    alone = mesh.world.size == 1
     # 1. An empty folder.
     if mesh.world.rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in _folders(folder, _LEFT_NAME):
+            shutil.rmtree(left)
         temporary.mkdir(parents=True)
     barrier(mesh.world)
     # 2. Every rank's blocks.
     writer = FileSystemWriter(temporary, sync_files=True)
-    save({}, storage_writer=writer, planner=_BlockSavePlanner(blocks), no_dist=alone)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
+        save(
+            {},
+            storage_writer=writer,
+            planner=_BlockSavePlanner(blocks),
+            process_group=mesh.world.group,  # a mesh may leave ranks of the default group out
+            no_dist=mesh.world.size == 1,
+        )
     mine = [name for name in sorted(os.listdir(temporary)) if _writer_of(name) == mesh.world.rank]
     records = gather_objects({name: _record(temporary / name) for name in mine}, mesh.world)
     # 3. and 4. The manifest last, then the name.
@@ -374,26 +322,20 @@ def _commit(
     return final
 
 
-def _model_blocks(parameters: Sequence[ShardedParameter]) -> list[StoredBlock]:
-    return [
-        _stored_block(f"model.{block.name}", block.tensor, block.global_shape, block.offsets)
-        for parameter in parameters
-        for block in canonical_blocks(parameter, parameter.shard)
-    ]
-
-
-def _optimizer_blocks(
-    parameters: Sequence[ShardedParameter], optimizer: AdamW
-) -> list[StoredBlock]:
-    moments = optimizer.moments()
-    return [
-        _stored_block(
-            f"optimizer.{moment}.{block.name}", block.tensor, block.global_shape, block.offsets
-        )
-        for parameter in parameters
-        for moment, tensor in moments[parameter.name].items()
-        for block in canonical_blocks(parameter, tensor)
-    ]
+def _blocks(parameters: Sequence[ShardedParameter], optimizer: AdamW | None) -> list[StoredBlock]:
+    """This rank's share of the weights and, with an optimizer, of the moments."""
+    moments = {} if optimizer is None else optimizer.moments()
+    found = []
+    for parameter in parameters:
+        tensors = {"model": parameter.shard}
+        if optimizer is not None:
+            for moment, tensor in moments[parameter.name].items():
+                tensors[f"optimizer.{moment}"] = tensor
+        for prefix, tensor in tensors.items():
+            for block in canonical_blocks(parameter, tensor):
+                key = f"{prefix}.{block.name}"
+                found.append(_stored_block(key, block.tensor, block.global_shape, block.offsets))
+    return found
 
 
 def _stored_block(
@@ -402,15 +344,15 @@ def _stored_block(
     return StoredBlock(
         key=key,
         shape=tuple(shape),
-        offsets=tuple(offsets),
+        offsets=offsets,
         sizes=tuple(tensor.shape),
         dtype=tensor.dtype,
-        read=lambda: tensor,
+        read=tensor.detach,
     )
 
 
-def _whole_block(key: str, tensor: Tensor) -> StoredBlock:
-    return _stored_block(key, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+def _chunk(block: StoredBlock) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.sizes))
 
 
 def _renamed_aside(path: Path) -> Path:
@@ -420,10 +362,9 @@ def _renamed_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def _step_folders(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if _FOLDER_PATTERN.fullmatch(p.name) and p.is_dir())
+def _folders(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in found if name.fullmatch(path.name) and path.is_dir())
 
 
 def _writer_of(name: str) -> int:
