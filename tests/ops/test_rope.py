@@ -71,12 +71,6 @@ def test_bf16_values_are_rotated_in_fp32_and_rounded_once():
     assert ((got.double() - exact).norm() / exact.norm()) < 2**-8
 
 
-def test_table_in_another_dtype():
-    cos, sin = rope_table(torch.arange(4), rope_frequencies(8, 1e4), dtype=torch.float64)
-    assert cos.dtype == sin.dtype == torch.float64
-    assert cos.shape == (4, 4)
-
-
 def test_odd_head_dim_is_refused():
     with pytest.raises(ValueError, match="head_dim 7 must be even"):
         rope_frequencies(7, 1e4)

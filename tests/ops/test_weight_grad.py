@@ -6,7 +6,6 @@ import torch
 from pith_ops.grouped_linear import Groups
 from pith_ops.weight_grad import (
     WeightGradEntry,
-    WeightGradKind,
     WeightGradQueue,
     add_weight_grad,
     dense_weight_grad,
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 def dense_entry(weight: Tensor, rows: tuple[int, ...] = (2, 3)) -> WeightGradEntry:
     out, width = weight.shape
     return WeightGradEntry(
-        kind=WeightGradKind.DENSE,
         weight=weight,
         input=torch.randn(*rows, width, dtype=weight.dtype),
         grad_output=torch.randn(*rows, out, dtype=weight.dtype),
+        groups=None,
     )
 
 
@@ -69,9 +68,7 @@ def test_a_preset_fp32_buffer_receives_the_sum_in_fp32():
     weight.grad = buffer
     one = torch.ones(1, 1).bfloat16()
     add_weight_grad(
-        WeightGradEntry(
-            kind=WeightGradKind.DENSE, weight=weight, input=one * 2**-10, grad_output=one
-        )
+        WeightGradEntry(weight=weight, input=one * 2**-10, grad_output=one, groups=None)
     )
     assert weight.grad is buffer
     assert buffer.item() == 1 + 2**-10
@@ -120,14 +117,3 @@ def test_an_empty_queue_has_no_oldest_entry():
 def test_a_weight_that_cannot_hold_a_gradient_is_refused(weight, word):
     with pytest.raises(ValueError, match=word):
         WeightGradQueue().push(dense_entry(weight))
-
-
-def test_a_grouped_entry_needs_groups():
-    entry = WeightGradEntry(
-        kind=WeightGradKind.GROUPED,
-        weight=nn.Parameter(torch.randn(1, 3, 5)),
-        input=torch.randn(2, 5),
-        grad_output=torch.randn(2, 3),
-    )
-    with pytest.raises(ValueError, match="groups"):
-        add_weight_grad(entry)

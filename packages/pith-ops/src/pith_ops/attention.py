@@ -6,27 +6,17 @@ Per query head h, with g = h // (Hq / Hkv) the key/value head it shares:
     lse[i]  = log(sum over j of exp(s[i, j]))
     out[i]  = sum over j of exp(s[i, j] - lse[i]) * v[j, g]
 
-The LSE is what lets partial results over blocks of keys be merged (ring attention) and what the
-backward recomputes the probabilities from; torch's public `scaled_dot_product_attention` does not
-return it. The operators below it do, and are called here inside one autograd function each.
+The LSE merges partial results over blocks of keys (ring attention); torch's public operator does
+not return it, those below it do. Causal masks align at the bottom right: of S queries and K keys,
+query i sees keys 0 .. i + K - S; one that sees none gives 0 and LSE -inf. Documents cut further:
+attention crosses neither a document nor a sequence.
 
-Which keys a query sees:
-
-    causal      bottom-right aligned: of S queries and K keys, query i sees keys 0 .. i + K - S, so
-                the last query sees all. A query that sees no key (K < S) gives 0 and LSE -inf.
-    documents   offsets that cut the tokens further; attention crosses neither a document nor a
-                sequence (a row of the batch).
-
-Backends: `REFERENCE` is plain torch, any device and dtype, and holds all S x K scores at once.
-`FLASH` is torch's FlashAttention-2 (Dao 2023, arXiv 2307.08691) on CUDA and its counterpart on
-CPUs. `CUDNN` is cuDNN's fused attention on CUDA. `ATTENTION_TABLE` says what each can do where.
-
-Layouts: query [B, S, Hq, D], key [B, K, Hkv, D], value [B, K, Hkv, Dv]; B sequences of a batch.
+`REFERENCE` is plain torch and holds all S x K scores; `FLASH` is torch's FlashAttention-2 (Dao
+2023, arXiv 2307.08691) on CUDA and its counterpart on CPUs; `CUDNN` is cuDNN's on CUDA.
 
 The trap: below torch's public interface nothing is checked. When S and K differ, cuDNN and torch's
-CPU operator align the causal mask at the top left, FlashAttention-2 at the bottom right; a query
-without keys gets +inf, -inf or a finite LSE; cuDNN fills fp32 outputs with NaN (all seen on an H200
-or a CPU). Hence the table, and the refusals of `attention`.
+CPU operator align the mask at the top left; a query without keys gets +inf, -inf or a finite LSE;
+cuDNN fills fp32 outputs with NaN (seen on an H200 and a CPU). Hence `ATTENTION_TABLE`.
 """
 
 from dataclasses import dataclass
@@ -41,11 +31,11 @@ from pith_ops.device import DeviceColumn, accumulation_dtype, device_column
 
 
 class AttentionBackend(Enum):
-    """Who computes attention."""
+    """Who computes attention, in the order in which "auto" prefers them."""
 
-    REFERENCE = "reference"
-    FLASH = "flash"
     CUDNN = "cudnn"
+    FLASH = "flash"
+    REFERENCE = "reference"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,27 +47,25 @@ class AttentionCapability:
     column: DeviceColumn
     """Where."""
     dtypes: tuple[torch.dtype, ...]
-    """Dtypes of query, key and value that it takes."""
+    """Of query, key and value."""
     max_head_dim: int | None = None
     """Largest head dim, None without a limit."""
     head_dim_multiple: int = 1
-    """Head dims must be a multiple of this."""
-    other_value_dim: bool = True
+    """What divides every head dim."""
+    other_value_dim: bool = False
     """Whether values may have another head dim than queries and keys."""
     packed: bool = True
     """Whether it takes document offsets."""
     other_lengths: bool = True
     """Whether there may be more keys than queries."""
     deterministic: bool = True
-    """Whether two runs agree bit for bit, backward included, once torch is asked for that:
-    flash on CUDA sums in a fixed order under `torch.use_deterministic_algorithms` only."""
+    """Whether two backwards agree bit for bit; flash on CUDA only under
+    `torch.use_deterministic_algorithms`."""
 
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-CPU_DTYPES = (torch.float64, torch.float32, *HALF_DTYPES)
 
-# In the order in which "auto" prefers them. The rows of SM_90 are what ran on an H200; those of
-# SM_100 repeat them and have never run.
+# The rows of SM_90 are what ran on an H200; those of SM_100 repeat them and have never run.
 ATTENTION_TABLE: tuple[AttentionCapability, ...] = (
     *(
         AttentionCapability(
@@ -86,6 +74,7 @@ ATTENTION_TABLE: tuple[AttentionCapability, ...] = (
             dtypes=HALF_DTYPES,
             max_head_dim=256,
             head_dim_multiple=8,
+            other_value_dim=True,
             packed=False,
             other_lengths=False,
             deterministic=False,
@@ -99,15 +88,13 @@ ATTENTION_TABLE: tuple[AttentionCapability, ...] = (
             dtypes=HALF_DTYPES,
             max_head_dim=256,
             head_dim_multiple=8,
-            other_value_dim=False,
         )
         for column in (DeviceColumn.SM_90, DeviceColumn.SM_100)
     ),
     AttentionCapability(
         backend=AttentionBackend.FLASH,
         column=DeviceColumn.CPU,
-        dtypes=CPU_DTYPES,
-        other_value_dim=False,
+        dtypes=(torch.float64, torch.float32, *HALF_DTYPES),
     ),
 )
 
@@ -122,41 +109,27 @@ def choose_attention_backend(
     *,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """Turn a configured name into a backend that can do the job, once, before a model is built.
+    """Turn "auto" or a backend's name into a backend that can do the job, before a model is built.
 
-    Args:
-        requested: "auto" (the first of cudnn, flash, reference that can) or a backend's name.
-        device: where attention will run.
-        dtype: compute dtype of query, key and value.
-        head_dim: D of queries and keys.
-        value_dim: Dv of values.
-        packed: whether document offsets will be passed.
-        deterministic: refuse backends whose backward differs from run to run.
-
-    Raises:
-        ValueError: the name is unknown, or that backend cannot; the text says why and what can.
+    `packed`: document offsets will be passed; `deterministic`: refuse a backend whose backward
+    differs from run to run. A ValueError says what is missing and which backends can.
     """
-    usable = {}
-    for backend in (AttentionBackend.CUDNN, AttentionBackend.FLASH, AttentionBackend.REFERENCE):
-        usable[backend.value] = attention_violations(
-            backend,
-            device,
-            dtype,
-            head_dim,
-            value_dim,
-            packed=packed,
-            deterministic=deterministic,
+    violations = {
+        backend.value: attention_violations(
+            backend, device, dtype, head_dim, value_dim, packed=packed, deterministic=deterministic
         )
-    able = [name for name, violations in usable.items() if not violations]
+        for backend in AttentionBackend
+    }
+    able = [name for name, found in violations.items() if not found]
     if requested == "auto":
         return AttentionBackend(able[0])
-    if requested not in usable:
+    if requested not in violations:
         raise ValueError(
-            f"attention backend {requested!r} is unknown; allowed: auto, {', '.join(usable)}"
+            f"attention backend {requested!r} is unknown; allowed: auto, {', '.join(violations)}"
         )
-    if usable[requested]:
+    if violations[requested]:
         raise ValueError(
-            f"attention backend {requested!r} cannot be used: {'; '.join(usable[requested])}. "
+            f"attention backend {requested!r} cannot be used: {'; '.join(violations[requested])}. "
             f"Ask for 'auto' or one that can: {', '.join(able)}"
         )
     return AttentionBackend(requested)
@@ -175,32 +148,22 @@ def attention_violations(
 ) -> list[str]:
     """Everything that keeps `backend` from doing the job, in words; empty if it can.
 
-    Args:
-        backend: who would compute.
-        device: where.
-        dtype: of query, key and value.
-        head_dim: D of queries and keys.
-        value_dim: Dv of values.
-        packed: whether there are document offsets.
-        other_lengths: whether there are more keys than queries.
-        deterministic: whether runs must agree bit for bit.
+    The flags ask for document offsets, more keys than queries, and bit-equal repeated runs.
     """
     if backend is AttentionBackend.REFERENCE:
         return []
+    rows = {row.column: row for row in ATTENTION_TABLE if row.backend is backend}
     column = device_column(device)
-    rows = [row for row in ATTENTION_TABLE if row.backend is backend and row.column is column]
-    if not rows:
-        columns = [row.column.value for row in ATTENTION_TABLE if row.backend is backend]
-        return [f"device {device} is none of {', '.join(columns)}"]
-    (row,) = rows
+    if column not in rows:
+        return [f"device {device} is none of {', '.join(column.value for column in rows)}"]
+    row = rows[column]
     violations = []
     if dtype not in row.dtypes:
         violations.append(f"dtype {dtype} is none of {', '.join(map(str, row.dtypes))}")
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim)):
         if dim % row.head_dim_multiple or (row.max_head_dim and dim > row.max_head_dim):
             violations.append(
-                f"{name} {dim} is no multiple of {row.head_dim_multiple} "
-                f"up to {row.max_head_dim or 'any size'}"
+                f"{name} {dim} is no multiple of {row.head_dim_multiple} up to {row.max_head_dim}"
             )
     if value_dim != head_dim and not row.other_value_dim:
         violations.append(f"value_dim {value_dim} differs from head_dim {head_dim}")
@@ -224,23 +187,11 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every sequence or document with itself.
 
-    Args:
-        query: `[B, S, Hq, D]`.
-        key: `[B, K, Hkv, D]`, Hq a multiple of Hkv.
-        value: `[B, K, Hkv, Dv]`.
-        scale: factor on the scores, `D ** -0.5` when None.
-        documents: `[num_documents + 1]` int32 ascending offsets into the `B * S` tokens, from 0 to
-            `B * S`; needs K = S. Checked on CPUs; trusted on CUDA, where a look would make the host
-            wait.
-        backend: who computes; `choose_attention_backend` picks one.
-
-    Returns:
-        Output `[B, S, Hq, Dv]` in the query's dtype, and LSE `[B, Hq, S]` in fp32 (float64 for
-        float64 inputs). `REFERENCE` differentiates both; the others raise a ValueError when a
-        gradient arrives at the LSE.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit, or the backend cannot do this.
+    `query [B, S, Hq, D]`, `key [B, K, Hkv, D]`, `value [B, K, Hkv, Dv]` -> output `[B, S, Hq, Dv]`
+    in their dtype and LSE `[B, Hq, S]` in the accumulation dtype. `scale` is `D ** -0.5` when None.
+    `documents [num_documents + 1]` int32 are ascending offsets from 0 to `B * S` and need K = S;
+    they are trusted on CUDA, where a look would make the host wait. Only `REFERENCE` differentiates
+    the LSE. A ValueError says what does not fit or what the backend cannot do.
     """
     _check_operands(query, key, value, documents, backend)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -268,10 +219,7 @@ def attention_reference(
     scale: float | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The formula by plain autograd, in the accumulation dtype, the output rounded once.
-
-    Arguments and results as for `attention`; all `[B, Hq, S, K]` scores exist at once.
-    """
+    """The formula by plain autograd in the accumulation dtype, the output rounded once."""
     wide = accumulation_dtype(query.dtype)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     grouped = query.to(wide).unflatten(2, (key.shape[2], -1))
@@ -287,46 +235,36 @@ def attention_reference(
 
 
 def _check_operands(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Tensor | None,
-    backend: AttentionBackend,
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, backend: AttentionBackend
 ) -> None:
-    """Raise the ValueErrors of `attention`."""
     q, k, v = query.shape, key.shape, value.shape
-    violations = []
     fits = len(q) == len(k) == len(v) == 4 and q[0] == k[0] and q[3] == k[3] and k[:3] == v[:3]
     if not fits or q[2] % k[2]:
-        violations.append(
-            f"query {list(q)}, key {list(k)}, value {list(v)} must be [B, S, Hq, D], "
+        raise ValueError(
+            f"attention: query {list(q)}, key {list(k)}, value {list(v)} must be [B, S, Hq, D], "
             "[B, K, Hkv, D], [B, K, Hkv, Dv] with Hq a multiple of Hkv"
         )
-    elif not query.dtype == key.dtype == value.dtype:
-        violations.append(f"dtypes {query.dtype}, {key.dtype}, {value.dtype} must be equal")
-    else:
-        if k[1] < q[1] and backend is not AttentionBackend.REFERENCE:
-            violations.append(
-                f"{q[1]} queries of {k[1]} keys: some see none, which only 'reference' takes"
-            )
-        violations += attention_violations(
-            backend,
-            query.device,
-            query.dtype,
-            q[3],
-            v[3],
-            packed=documents is not None,
-            other_lengths=k[1] != q[1],
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"attention: dtypes {query.dtype}, {key.dtype}, {value.dtype} must be equal"
         )
-        if documents is not None:
-            violations += _document_violations(documents, q[0] * q[1], k[1] == q[1])
+    packed, other_lengths = documents is not None, k[1] != q[1]
+    violations = attention_violations(
+        backend, query.device, query.dtype, q[3], v[3], packed=packed, other_lengths=other_lengths
+    )
+    if k[1] < q[1] and backend is not AttentionBackend.REFERENCE:
+        violations.append(
+            f"{q[1]} queries of {k[1]} keys: some see none, which only 'reference' takes"
+        )
+    if documents is not None:
+        if other_lengths:
+            violations.append("documents need as many keys as queries")
+        violations += _document_violations(documents, q[0] * q[1])
     if violations:
         raise ValueError(f"attention with backend {backend.value!r}: {'; '.join(violations)}")
 
 
-def _document_violations(documents: Tensor, num_tokens: int, equal_lengths: bool) -> list[str]:
-    if not equal_lengths:
-        return ["documents need as many keys as queries"]
+def _document_violations(documents: Tensor, num_tokens: int) -> list[str]:
     if documents.dtype != torch.int32 or documents.ndim != 1:
         return [f"documents {documents.dtype} {list(documents.shape)} must be int32 offsets [D+1]"]
     if documents.device.type == "cpu":
@@ -349,16 +287,12 @@ def _visible_keys(query: Tensor, key: Tensor, documents: Tensor | None) -> Tenso
 
 
 def _sequence_offsets(query: Tensor, documents: Tensor) -> Tensor:
-    """Documents cut at sequence boundaries too, as `[D + B + 2]` int32 ascending offsets.
-
-    Sorted rather than deduplicated, since the number of distinct offsets would cost a wait for the
-    device: an offset that occurs twice is an empty document.
-    """
+    """Documents cut at sequence boundaries too, as `[D + B + 2]` int32 ascending offsets."""
     batch, length = query.shape[:2]
-    sequences = torch.arange(
-        0, batch * length + 1, length, dtype=documents.dtype, device=documents.device
-    )
-    return torch.cat([documents, sequences]).sort().values
+    starts = torch.arange(batch + 1, dtype=documents.dtype, device=documents.device) * length
+    # Sorted, not deduplicated: counting the distinct ones would make the host wait, and an offset
+    # that occurs twice is an empty document.
+    return torch.cat([documents, starts]).sort().values
 
 
 class _FlashCpu(torch.autograd.Function):
@@ -379,20 +313,14 @@ class _FlashCpu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_out: Tensor, grad_lse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_lse_gradient(grad_lse)
-        q, k, v, out, lse, mask = ctx.saved_tensors
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out.transpose(1, 2),
-            *(q, k, v, out, lse),
-            0.0,
-            mask is None,
-            attn_mask=mask,
-            scale=ctx.scale,
+        *saved, mask = ctx.saved_tensors
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad.transpose(1, 2), *saved, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
         )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None, None
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        return dq, dk, dv, None, None
 
 
 class _FlashCuda(torch.autograd.Function):
@@ -402,43 +330,30 @@ class _FlashCuda(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, offsets: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        batch, ctx.lengths = query.shape[0], (query.shape[1], key.shape[1])
         q, k, v = query, key, value
         if offsets is not None:
             q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        lengths = (query.shape[1], key.shape[1])
         out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
-            *(q, k, v, offsets, offsets),
-            *ctx.lengths,
-            0.0,
-            True,
-            False,
-            scale=scale,
+            q, k, v, offsets, offsets, *lengths, 0.0, True, False, scale=scale
         )
         ctx.save_for_backward(q, k, v, out, lse, offsets, rng_state, unused)
-        ctx.scale, ctx.shapes = scale, (query.shape, key.shape, value.shape)
+        ctx.scale, ctx.lengths, ctx.shapes = scale, lengths, (query.shape, key.shape, value.shape)
         ctx.set_materialize_grads(False)
         if offsets is not None:
-            lse = lse.unflatten(1, (batch, -1)).transpose(0, 1)
+            lse = lse.unflatten(1, (query.shape[0], -1)).transpose(0, 1)
         return out.view(query.shape), lse
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_out: Tensor, grad_lse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_lse_gradient(grad_lse)
-        q, k, v, out, lse, offsets, rng_state, unused = ctx.saved_tensors
+        q, k, v, out, lse, offsets, *rng = ctx.saved_tensors
+        operands = (grad.reshape(out.shape), q, k, v, out, lse, offsets, offsets, *ctx.lengths)
         grads = torch.ops.aten._flash_attention_backward(
-            grad_out.reshape(out.shape),
-            *(q, k, v, out, lse, offsets, offsets),
-            *ctx.lengths,
-            0.0,
-            True,
-            rng_state,
-            unused,
-            scale=ctx.scale,
+            *operands, 0.0, True, *rng, scale=ctx.scale
         )
-        dq, dk, dv = (g.view(shape) for g, shape in zip(grads, ctx.shapes, strict=True))
+        dq, dk, dv = (x.view(shape) for x, shape in zip(grads, ctx.shapes, strict=True))
         return dq, dk, dv, None, None
 
 
@@ -455,27 +370,20 @@ class _CudnnAttention(torch.autograd.Function):
                 q, k, v, None, True, 0.0, True, False, scale=scale
             )
         )
-        ctx.save_for_backward(q, k, v, out, lse, seed, offset, cum_q, cum_k)
+        ctx.save_for_backward(q, k, v, out, lse, seed, offset, None, cum_q, cum_k)
         ctx.scale, ctx.lengths = scale, (max_q, max_k)
         ctx.set_materialize_grads(False)
         return out.transpose(1, 2), lse.squeeze(-1)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_out: Tensor, grad_lse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_lse_gradient(grad_lse)
-        q, k, v, out, lse, seed, offset, cum_q, cum_k = ctx.saved_tensors
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out.transpose(1, 2),
-            *(q, k, v, out, lse, seed, offset, None, cum_q, cum_k),
-            *ctx.lengths,
-            0.0,
-            True,
-            scale=ctx.scale,
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad.transpose(1, 2), *ctx.saved_tensors, *ctx.lengths, 0.0, True, scale=ctx.scale
         )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        return dq, dk, dv, None
 
 
 def _refuse_lse_gradient(grad_lse: Tensor | None) -> None:

@@ -6,16 +6,13 @@ For token t with target y, logits z = W h_t:
     dz     = softmax(z) - onehot(y)         dh_t = dz W         dW = sum_t dz^T h_t
 
 With 32,768 tokens and 151,936 words the fp32 logits would take 20 GB, their gradient as much again.
-Here `chunk_tokens` rows at a time are projected, turned in place into `dz` and used up. The forward
-therefore computes both gradients for an upstream gradient of 1, and the backward only multiplies
-them by the scalar that comes in. That saves the second projection which recomputing would cost; the
-price is that `dW` `[V, H]` in the accumulation dtype lives from forward to backward.
+Here `chunk_tokens` rows at a time are projected, turned into `dz` and used up: the forward computes
+both gradients for an upstream gradient of 1, the backward multiplies them by the scalar that comes
+in. The price: `dW` in the accumulation dtype lives from forward to backward.
 
-Numbers: logits, softmax, loss and the sum of `dW` over chunks are fp32 or wider whatever the
-operands are; `dz` is rounded to the operands' dtype for its two GEMMs, as any bf16 backward does.
-
-The trap: the result is the *sum* of token losses. Dividing by a count is the caller's business,
-since only it knows how many targets the global batch holds.
+Logits, softmax, loss and `dW` are in the accumulation dtype; `dz` is rounded to the operands' dtype
+for its two GEMMs. The trap: the result is the *sum* of token losses; only the caller knows how many
+targets the global batch holds.
 """
 
 from collections.abc import Iterator
@@ -39,21 +36,10 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Tensor:
-    """Sum of the token losses of `softmax(hidden @ weight.T)` against `targets`.
+    """Sum of the token losses of `softmax(hidden @ weight.T)`, a scalar in the accumulation dtype.
 
-    Args:
-        hidden: `[T, H]`.
-        weight: output embedding `[V, H]` of the same dtype.
-        targets: `[T]` int64, each in 0..V-1 or `ignore_index`.
-        ignore_index: target of tokens without a loss and without a gradient.
-        chunk_tokens: rows projected at a time; memory is `chunk_tokens * V` logits.
-
-    Returns:
-        Scalar in the accumulation dtype, 0 if every target is ignored. Without grad mode nothing
-        but the losses is computed.
-
-    Raises:
-        ValueError: shapes do not fit or `chunk_tokens` is not positive.
+    `hidden [T, H]`, `weight [V, H]` of one dtype, `targets [T]` int64 in 0..V-1 or `ignore_index`
+    (no loss, no gradient); a ValueError says what does not fit.
     """
     _check_operands(hidden, weight, targets, chunk_tokens)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -69,10 +55,7 @@ def token_cross_entropy(
     ignore_index: int = -100,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Tensor:
-    """Loss of every token `[T]` in the accumulation dtype, 0 where ignored; no gradient.
-
-    Arguments and errors as for `linear_cross_entropy`.
-    """
+    """Loss of every token `[T]` in the accumulation dtype, 0 where ignored; no gradient."""
     _check_operands(hidden, weight, targets, chunk_tokens)
     losses = [hidden.new_empty(0, dtype=accumulation_dtype(hidden.dtype))]
     for rows, labels in _chunks(hidden, targets, chunk_tokens):
@@ -90,8 +73,6 @@ def linear_cross_entropy_reference(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients for upstream 1 in its forward and scales them in its backward."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -177,12 +158,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _chunks(hidden: Tensor, targets: Tensor, chunk_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of rows and labels, `chunk_tokens` at a time; the last may be shorter."""
     return zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
 
 
 def _check_operands(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> None:
-    """Raise the ValueErrors of `linear_cross_entropy`."""
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}: expected [T, H] and "

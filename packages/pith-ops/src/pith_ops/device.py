@@ -1,16 +1,9 @@
 """Facts about the machine an operator runs on: asked once, cached, never asked at import.
 
-Everything here is a question with a plain answer; nothing chooses for the caller. An operator that
-has several backends keeps a table of facts in its own file, one row per (backend, device column),
-and the `match` that calls a backend stands beside that table. The columns are:
-
-    CPU      torch's CPU kernels
-    SM_90    NVIDIA Hopper (compute capability 9.x)
-    SM_100   NVIDIA Blackwell data-center parts (compute capability 10.x)
-
-A device without a column (an older GPU, a consumer Blackwell, MPS) runs the plain torch references
-only. The trap: a GPU's peak is that of its bf16 tensor cores without sparsity. Vendors like to
-print the sparse figure, which is twice as large and which no training run can reach.
+An operator with several backends keeps a table of facts in its own file, one row per (backend,
+device column), beside the `match` that calls a backend. A device without a column (an older GPU, a
+consumer Blackwell, MPS) runs the plain torch references only. The trap: vendors print the peak with
+sparsity, twice what a training run can reach; here it is that of dense bf16.
 """
 
 from enum import Enum
@@ -20,7 +13,7 @@ import torch
 
 
 class DeviceColumn(Enum):
-    """Kinds of device that capability tables distinguish."""
+    """Kinds of device in capability tables: torch's CPU kernels, Hopper, data-center Blackwell."""
 
     CPU = "cpu"
     SM_90 = "sm_90"
@@ -34,20 +27,15 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def device_capability(index: int | None = None) -> tuple[int, int] | None:
-    """Compute capability (major, minor) of a CUDA device, None where there is no CUDA device.
-
-    Args:
-        index: which CUDA device; None for the current one.
-    """
+    """Compute capability (major, minor) of a CUDA device (None: the current); None without CUDA."""
     return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
 
 
 def device_column(device: torch.device) -> DeviceColumn | None:
-    """Which column of a capability table `device` belongs to, None for a device without one."""
+    """Column of `device` in a capability table, None for a device without one."""
     if device.type == "cpu":
         return DeviceColumn.CPU
-    capability = device_capability(device.index) if device.type == "cuda" else None
-    match capability:
+    match device_capability(device.index) if device.type == "cuda" else None:
         case (9, _):
             return DeviceColumn.SM_90
         case (10, _):
@@ -58,10 +46,9 @@ def device_column(device: torch.device) -> DeviceColumn | None:
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 tensor-core peak of `device` in FLOP/s, None where it is not known (CPUs too)."""
-    return _peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def _peak_of(name: str) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
     # Vendor data sheets, dense. The first name contained in the device's name counts, so a variant
     # stands before the plain part ("H100 PCIe" before "H100").
     sheet = (

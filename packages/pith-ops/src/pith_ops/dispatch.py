@@ -11,22 +11,16 @@ experts each (`ids [T, K]`, -1 is "sent nowhere"). The way of one micro-batch:
               weighted_partial_sums   [P, H] -> [M, H], one partial sum per row received
     sender    sum_ranks         [N, H] returned -> [T, H]
 
-and of its gradient, the same road back: `send` the gradient as the tokens were sent, then
-`weighted_partial_sums_backward`, the experts' dgrad, `sum_pairs`, and `sum_ranks` with
-`sum_rank_weights` at home.
+The gradient, sent as the tokens were, meets `weighted_partial_sums_backward`, the experts' dgrad,
+`sum_pairs`, and `sum_ranks` with `sum_rank_weights` at home. Sending a token once per rank instead
+of once per expert: top-8 of 128 experts on 8 ranks needs 5.3 rows per token instead of 8.
 
-Sending a token once per rank instead of once per expert is what makes the all-to-all affordable:
-for top-8 of 128 experts on 8 ranks, uniform routing needs 5.3 rows per token instead of 8.
+Every sum runs in the accumulation dtype in a fixed order (experts, then ranks ascending) and is
+rounded once: two runs agree bit for bit. The host never waits: sizes that depend on the data are
+arguments, which the caller has from the all-to-all of the counts.
 
-Numbers: every sum runs in the accumulation dtype (fp32 or wider) in a fixed order, experts
-ascending within a rank and ranks ascending at home, and is rounded once. No atomics: two runs agree
-bit for bit.
-
-Host waits: none here. Sizes that depend on the data (N, the pairs of each expert) are arguments:
-the caller has them from the all-to-all of the counts (`count_dispatch`), which it reads anyway.
-
-The trap: "absent" is index -1, and index -1 is a valid Python index. Absent rows are masked by
-`where`/`masked_fill`, never multiplied by 0, because 0 times an uninitialised NaN is NaN.
+The trap: "absent" is index -1, a valid Python index. Absent rows are masked, never multiplied by 0,
+because 0 times an uninitialised NaN is NaN.
 """
 
 from collections.abc import Sequence
@@ -66,12 +60,9 @@ class ExpertPlan:
 
 
 def count_dispatch(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
-    """Count what goes to each rank: `[T, K]` ids -> `[R, 1 + E_local]` int64 on the device.
+    """Count what goes to each rank: `ids [T, K]` -> `[R, 1 + E_local]` int64 on the device.
 
-    Column 0 counts rows (tokens, each once per rank), the others pairs per local expert.
-
-    Raises:
-        ValueError: `num_experts` is not a multiple of `num_ranks`.
+    Column 0 counts rows, the others pairs per local expert; a ValueError unless R divides E.
     """
     rows = _needed_ranks(ids, num_experts, num_ranks).sum(0)
     # Not bincount: on CUDA it makes the host wait for the largest id.
@@ -82,17 +73,7 @@ def count_dispatch(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
 
 
 def plan_dispatch(ids: Tensor, num_experts: int, num_ranks: int, num_rows: int) -> DispatchPlan:
-    """Plan the sender's side.
-
-    Args:
-        ids: `[T, K]` int32 global expert ids, -1 for "sent nowhere".
-        num_experts: E.
-        num_ranks: R, which divides E.
-        num_rows: N as the host knows it, the sum of column 0 of `count_dispatch`.
-
-    Raises:
-        ValueError: `num_experts` is not a multiple of `num_ranks`.
-    """
+    """Plan the sender's side of `ids [T, K]` int32; `num_rows` sums column 0 of the counts."""
     needed = _needed_ranks(ids, num_experts, num_ranks).t()
     num_tokens, local = ids.shape[0], num_experts // num_ranks
     # Rank-major running count: the n-th row sent is where the count first reaches n.
@@ -115,15 +96,10 @@ def send_weights(plan: DispatchPlan, weights: Tensor) -> Tensor:
 
 
 def plan_experts(received_ids: Tensor, num_local_experts: int, sizes: Sequence[int]) -> ExpertPlan:
-    """Plan the receiver's side.
+    """Plan the receiver's side of `received_ids [M, K]` int32, local, -1 for slots held elsewhere.
 
-    Args:
-        received_ids: `[M, K]` int32 local expert ids, -1 for slots held elsewhere.
-        num_local_experts: E_local.
-        sizes: pairs of each local expert, on the host: the received counts summed over senders.
-
-    Raises:
-        ValueError: not one size per local expert, or more pairs than slots.
+    `sizes` are the pairs of each local expert on the host, the received counts summed over senders;
+    a ValueError if they cannot be.
     """
     num_slots = received_ids.shape[1]
     if len(sizes) != num_local_experts or sum(sizes) > received_ids.numel():
@@ -159,43 +135,33 @@ def sum_pairs(grad_pairs: Tensor, plan: ExpertPlan) -> Tensor:
 
 
 def weighted_partial_sums(outputs: Tensor, received_weights: Tensor, plan: ExpertPlan) -> Tensor:
-    """This rank's share of every received row: `sum over its local experts of w_e y_e`.
+    """This rank's share of every received row, `sum over its experts of w_e y_e`: `[M, H]`.
 
-    Args:
-        outputs: `[P, H]` unweighted expert outputs in expert order.
-        received_weights: `[M, K]` in the accumulation dtype.
-        plan: the receiver's plan.
-
-    Returns:
-        `[M, H]` in the dtype of `outputs`: summed in the accumulation dtype, experts ascending,
-        rounded once.
+    `outputs [P, H]` are unweighted in expert order, `received_weights [M, K]` in the accumulation
+    dtype.
     """
-    return _sum_rows(outputs, plan.row_pairs, _pair_weights(received_weights, plan)).to(
-        outputs.dtype
-    )
+    weights = received_weights[plan.pair_rows, plan.pair_slots]
+    return _sum_rows(outputs, plan.row_pairs, weights).to(outputs.dtype)
 
 
 def weighted_partial_sums_backward(
     grad: Tensor, outputs: Tensor, received_weights: Tensor, plan: ExpertPlan
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `weighted_partial_sums` for `grad [M, H]`.
+    """`grad [M, H]` -> `w_e dy` `[P, H]` in the dtype of `outputs`, and `dy . y_e` `[M, K]`.
 
-    Returns:
-        `(grad_outputs [P, H], grad_weights [M, K])`: `w_e dy` in the dtype of `outputs`, and
-        `dy . y_e` in the accumulation dtype, 0 in slots held elsewhere.
+    The latter is in the accumulation dtype, 0 in slots held elsewhere.
     """
     dtype = accumulation_dtype(outputs.dtype)
     pair_grads = grad[plan.pair_rows].to(dtype)
     grad_weights = torch.zeros(received_weights.shape, dtype=dtype, device=grad.device)
     grad_weights[plan.pair_rows, plan.pair_slots] = (pair_grads * outputs).sum(1)
-    pair_grads *= _pair_weights(received_weights, plan)[:, None]
+    pair_grads *= received_weights[plan.pair_rows, plan.pair_slots][:, None]
     return pair_grads.to(outputs.dtype), grad_weights
 
 
 def sum_ranks(returned: Tensor, plan: DispatchPlan) -> Tensor:
-    """Partial sums in the order they were sent `[N, H]` -> one row per token `[T, H]`.
+    """Partial sums as they were sent `[N, H]` -> `[T, H]`, zero for tokens sent nowhere.
 
-    Ranks ascending, summed in the accumulation dtype, rounded once; zero for tokens sent nowhere.
     It is also the backward of sending: the gradient of a token sums over the ranks it went to.
     """
     # Rows of a token ascend with the rank, and a token has at most K of them however large R is.
@@ -204,10 +170,7 @@ def sum_ranks(returned: Tensor, plan: DispatchPlan) -> Tensor:
 
 
 def sum_rank_weights(grad_weights_rows: Tensor, plan: DispatchPlan) -> Tensor:
-    """Gradients of the weights sent `[N, K]` -> of the routing weights `[T, K]`, same dtype.
-
-    Every slot of a token stands on one rank, so this only collects; slots of id -1 get 0.
-    """
+    """Gradients of the weights sent `[N, K]` -> of the routing weights `[T, K]`, 0 for id -1."""
     return sum_ranks(grad_weights_rows.masked_fill(plan.send_ids < 0, 0), plan)
 
 
@@ -228,11 +191,6 @@ def _present_first(positions: Tensor) -> Tensor:
     last = torch.iinfo(positions.dtype).max
     ascending = positions.masked_fill(positions < 0, last).sort(1).values
     return ascending.masked_fill(ascending == last, -1)
-
-
-def _pair_weights(received_weights: Tensor, plan: ExpertPlan) -> Tensor:
-    """`[M, K]` received weights -> `[P]` in expert order."""
-    return received_weights[plan.pair_rows, plan.pair_slots]
 
 
 def _sum_rows(source: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -1,19 +1,14 @@
 """One linear layer per expert over rows sorted by expert: `y_p = W_g x_p` for p in group g.
 
-Layout: P rows in group order, so group g holds rows `offsets[g - 1] : offsets[g]`; weights are
-`[G, out, in]`. Forward, dgrad and wgrad are one grouped GEMM each:
+Group g holds rows `offsets[g - 1] : offsets[g]`. Forward, dgrad and wgrad are one GEMM each:
 
     y  [P, out]     = x  [P, in]  . W^T     per group
     dx [P, in]      = dy [P, out] . W       per group
     dW [G, out, in] = dy^T . x              per group, zeros for a group without rows
 
-On CUDA in bf16 each is one call of `torch.nn.functional.grouped_mm`, which reads the group ends
-from device memory: no host copy. Everywhere else, and as reference, a loop over the groups uses the
-host sizes; with the 4 to 128 local experts of a rank that is short enough.
-
-The trap: a buffer may have more rows than the groups cover (padding, a receive buffer sized to an
-upper bound). Such rows hold garbage, NaN included, and a grouped GEMM leaves their outputs
-unwritten. Here they are cut off before any product and their outputs are zeros.
+by torch's `grouped_mm` on CUDA in bf16, which reads the group ends on the device, and by a loop
+over the host sizes elsewhere. The trap: rows past the last group (padding) may hold NaN, and a
+grouped GEMM leaves their outputs unwritten. Here they are cut off and their outputs are zeros.
 """
 
 from collections.abc import Sequence
@@ -26,12 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
-from pith_ops.weight_grad import (
-    WeightGradEntry,
-    WeightGradKind,
-    WeightGradQueue,
-    grouped_weight_grad,
-)
+from pith_ops.weight_grad import WeightGradEntry, WeightGradQueue, grouped_weight_grad
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,7 +31,7 @@ class Groups:
     sizes: tuple[int, ...]
     """Rows of each of the G groups, on the host."""
     offsets: Tensor
-    """`[G]` int32 on the device: end row of each group (the cumulative sum of `sizes`)."""
+    """`[G]` int32 on the device: end row of each group."""
 
     @property
     def total(self) -> int:
@@ -50,11 +40,7 @@ class Groups:
 
     @classmethod
     def from_sizes(cls, sizes: Sequence[int], device: torch.device | str) -> "Groups":
-        """Groups of the given sizes, with their offsets on `device` (an asynchronous copy).
-
-        Raises:
-            ValueError: a size is negative.
-        """
+        """Groups of these sizes (a ValueError if negative), their offsets copied without a wait."""
         if any(size < 0 for size in sizes):
             raise ValueError(f"sizes: {list(sizes)} has a negative group size; sizes count rows")
         offsets = torch.tensor(list(accumulate(sizes)), dtype=torch.int32)
@@ -67,20 +53,10 @@ class Groups:
 def grouped_linear(
     x: Tensor, weight: Tensor, groups: Groups, weight_grads: WeightGradQueue | None = None
 ) -> Tensor:
-    """Apply group g's weight to group g's rows.
+    """`x [P, in]` in group order, P >= `groups.total`, `weight [G, out, in]` -> `[P, out]`.
 
-    Args:
-        x: `[P, in]` rows in group order, P >= `groups.total`.
-        weight: `[G, out, in]` of the same dtype.
-        groups: the G groups; any of them may be empty.
-        weight_grads: where to push the weight gradient; None leaves it to autograd.
-
-    Returns:
-        `[P, out]`; rows past the last group are zero.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit, or bf16 on CUDA with sizes that
-            `grouped_mm` cannot take.
+    Groups may be empty. `weight_grads` takes the weight gradient, None leaves it to autograd. A
+    ValueError says which shapes or dtypes do not fit, or what `grouped_mm` cannot take.
     """
     _check_operands(x, weight, groups)
     return _GroupedLinear.apply(x, weight, groups, weight_grads)
@@ -94,8 +70,6 @@ def grouped_linear_reference(x: Tensor, weight: Tensor, groups: Groups) -> Tenso
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Forward and dgrad by `_grouped_product`, wgrad now or pushed to the queue."""
-
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, groups: Groups, weight_grads: WeightGradQueue | None
@@ -116,15 +90,10 @@ class _GroupedLinear(torch.autograd.Function):
             if ctx.weight_grads is None:
                 grad_weight = grouped_weight_grad(x, grad_output, ctx.groups)
             else:
-                ctx.weight_grads.push(
-                    WeightGradEntry(
-                        kind=WeightGradKind.GROUPED,
-                        weight=weight,
-                        input=x.detach(),
-                        grad_output=grad_output,
-                        groups=ctx.groups,
-                    )
+                entry = WeightGradEntry(
+                    weight=weight, input=x.detach(), grad_output=grad_output, groups=ctx.groups
                 )
+                ctx.weight_grads.push(entry)
         return grad_x, grad_weight, None, None
 
 
@@ -144,7 +113,6 @@ def _grouped_product(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
 
 
 def _check_operands(x: Tensor, weight: Tensor, groups: Groups) -> None:
-    """Raise the ValueErrors of `grouped_linear`."""
     if weight.ndim != 3 or x.ndim != 2 or x.shape[1] != weight.shape[2]:
         raise ValueError(
             f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: expected [P, in] and "

@@ -3,12 +3,9 @@
     y = x W^T + b        dx = dy W        dW = dy^T x        db = sum over rows of dy
 
 Without a queue this is torch's own linear. With one, the backward returns `dx` and `db` and pushes
-the facts of `dW` to the queue (`weight_grad.py` says why and what it costs): a pipeline schedule
-then runs these GEMMs where the device would idle.
-
-The trap: with a queue autograd reports no gradient for the weight, not even zeros. The weight must
-be the leaf itself: a computed weight (a cast, a slice) could not receive what comes later and is
-refused.
+the facts of `dW` to the queue (`weight_grad.py` says why). The trap: autograd then reports no
+gradient for the weight, not even zeros, and a computed weight (a cast, a slice) is refused, since
+it could not receive what comes later.
 """
 
 from typing import Any
@@ -18,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from pith_ops.weight_grad import WeightGradEntry, WeightGradKind, WeightGradQueue
+from pith_ops.weight_grad import WeightGradEntry, WeightGradQueue
 
 
 def linear(
@@ -29,14 +26,8 @@ def linear(
 ) -> Tensor:
     """`x [..., in]` times `weight [out, in]` transposed, plus `bias [out]`: `[..., out]`.
 
-    Args:
-        x: any leading dims.
-        weight: same dtype as `x`; a leaf if its gradient is deferred.
-        bias: added to every row, None for none; its gradient is never deferred.
-        weight_grads: queue that takes the weight gradient; None computes it in the backward.
-
-    Raises:
-        ValueError: deferring the gradient of a weight that is not a leaf.
+    `weight_grads` takes the weight gradient, None computes it in the backward. A ValueError refuses
+    to defer that of a weight that is not a leaf.
     """
     if weight_grads is None or not (weight.requires_grad and torch.is_grad_enabled()):
         return functional.linear(x, weight, bias)
@@ -61,11 +52,8 @@ class _DeferredLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        ctx.queue.push(
-            WeightGradEntry(
-                kind=WeightGradKind.DENSE, weight=weight, input=x.detach(), grad_output=grad
-            )
-        )
+        entry = WeightGradEntry(weight=weight, input=x.detach(), grad_output=grad, groups=None)
+        ctx.queue.push(entry)
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, None

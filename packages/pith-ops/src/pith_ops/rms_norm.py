@@ -2,15 +2,12 @@
 
     rstd = 1 / sqrt(mean(x^2) + eps)      y = weight * (x * rstd)      over the last dim, size H
 
-Squares, mean and `x * rstd` are in the accumulation dtype (fp32; float64 for float64); the
-normalised value is rounded to x's dtype *before* it meets the weight. That is what Hugging Face's
-Llama and Qwen3 do and what their released weights were tuned with. `torch.nn.functional.rms_norm`
-multiplies first and rounds once: in bf16 about a third of its outputs differ from theirs in the
-last bit. This is the trap, and the reason why torch's own operator is not used.
+Squares, mean and `x * rstd` are in the accumulation dtype. The trap: the normalised value is
+rounded to x's dtype *before* it meets the weight, as in the released models; torch's own `rms_norm`
+rounds once, and in bf16 a third of its outputs differ in the last bit.
 
-One autograd function, because plain autograd would keep three tensors of x's shape, two of them in
-fp32, from forward to backward. Kept here: x, the weight and rstd (one number per row). With
-`n = x * rstd` and `g = weight * dy`:
+Plain autograd would keep three tensors of x's shape, two of them in fp32. Kept here: x, the weight
+and rstd (one number per row). With `n = x * rstd` and `g = weight * dy`:
 
     dx = rstd * (g - n * mean(g * n))        d_weight = sum over rows of dy * n
 """
@@ -25,11 +22,7 @@ from pith_ops.device import accumulation_dtype
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dim of `x [..., H]` and scale it by `weight [H]`; x's shape and dtype.
-
-    Raises:
-        ValueError: `weight` is not `[H]`.
-    """
+    """Normalise the last dim of `x [..., H]` and scale it by `weight [H]`; x's shape and dtype."""
     if weight.shape != x.shape[-1:]:
         raise ValueError(
             f"rms_norm: weight has shape {list(weight.shape)}; "

@@ -4,12 +4,10 @@
     ids = the K largest           ties go to the lower expert id
     w = s[ids]                    or s[ids] / sum(s[ids]) with `normalise` (`norm_topk_prob`)
 
-Everything runs in fp32, or float64 for a float64 model, autocast or not: neighbouring experts
-often differ by less than a bf16 step, so that rounding would send tokens elsewhere.
-
-Gradients flow through the weights and the scores; the choice itself has none. The trap is ties:
-`torch.topk` promises no order among equal values, so a recomputed forward could pick other experts
-than the first one did. A stable sort always picks the same.
+Everything runs in the accumulation dtype, autocast or not: neighbouring experts often differ by
+less than a bf16 step. Gradients flow through weights and scores. The trap is ties: `torch.topk`
+promises no order among equal values, so a recomputed forward could pick other experts; a stable
+sort cannot.
 """
 
 import torch
@@ -20,34 +18,17 @@ from pith_ops.device import accumulation_dtype
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Router scores before the softmax.
-
-    Args:
-        x: tokens `[T, H]` in any floating dtype.
-        weight: router weight `[N, H]`, usually kept in fp32.
-
-    Returns:
-        `[T, N]` in the accumulation dtype, never down-cast by autocast.
-    """
+    """Scores before the softmax `[T, N]` of `x [T, H]` and `weight [N, H]`, accumulation dtype."""
     dtype = accumulation_dtype(torch.promote_types(x.dtype, weight.dtype))
     with torch.autocast(x.device.type, enabled=False):
         return torch_linear(x.to(dtype), weight.to(dtype))
 
 
 def softmax_topk(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the `top_k` experts of each token by softmax score.
+    """Choose the `top_k` experts of each token from `logits [T, N]`: `(ids, weights, scores)`.
 
-    Args:
-        logits: `[T, N]`.
-        top_k: K, experts per token.
-        normalise: divide the K weights by their sum (Hugging Face's `norm_topk_prob`).
-
-    Returns:
-        `(ids, weights, scores)`: ids int32 `[T, K]`, largest score first, equal ones by ascending
-        id; weights `[T, K]` and scores `[T, N]` in the accumulation dtype, differentiable.
-
-    Raises:
-        ValueError: `top_k` is not in 1..N.
+    ids int32 `[T, K]`, largest score first; weights `[T, K]` and scores `[T, N]`, differentiable,
+    in the accumulation dtype. A ValueError refuses a `top_k` outside 1..N.
     """
     num_experts = logits.shape[1]
     if not 1 <= top_k <= num_experts:

@@ -1,13 +1,8 @@
 """SwiGLU (Shazeer 2020, arXiv 2002.05202): `silu(gate) * up` with `silu(z) = z * sigmoid(z)`.
 
-Gate and up projection are stored as one tensor, gate rows first, so that one GEMM makes both; this
-operator takes its output whole:
-
-    gate_up [..., 2I] = [gate | up]   ->   [..., I]
-
-Written as one autograd function because plain autograd would keep `silu(gate)` besides `gate_up`
-from forward to backward, half as much memory again on the widest activations of the model. The
-backward computes it once more and writes both halves of the gradient into one buffer:
+One GEMM makes gate and up together, `gate_up [..., 2I] = [gate | up]`. Plain autograd would keep
+`silu(gate)` besides `gate_up`, half as much memory again on the widest activations of the model;
+here the backward computes it once more and writes both halves into one buffer:
 
     d_up = dy * silu(gate)        d_gate = dy * up * s * (1 + gate * (1 - s)),  s = sigmoid(gate)
 
@@ -24,11 +19,7 @@ from torch.nn.functional import silu
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `gate_up [..., 2I]` (gate first), as `[..., I]` in the same dtype.
-
-    Raises:
-        ValueError: the last dim is odd.
-    """
+    """`silu(gate) * up` of `gate_up [..., 2I]` (gate first), as `[..., I]` in the same dtype."""
     if gate_up.shape[-1] % 2:
         raise ValueError(
             f"swiglu: last dim of gate_up is {gate_up.shape[-1]}; it must be even, "
