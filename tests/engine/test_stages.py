@@ -85,7 +85,7 @@ def test_deferred_weight_gradients_are_the_experts_and_arrive_later():
     run_operations(interleave(None, 2, defer_weights=True), None, current, Streams(CPU))
     late = {name for name, p in chunk.named_parameters() if p.grad is None}
     assert late == {f"layers.{layer}.mlp.{part}" for layer in (0, 1) for part in ("up", "down")}
-    current.run_weight_grads()
+    current.weight_grads.flush()
     _, gradients = plain_step(chunk, batch)
     for name, parameter in chunk.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-12, atol=1e-15)
@@ -99,8 +99,17 @@ def test_evaluation_keeps_no_graph():
     )
     with torch.no_grad():
         run_operations(interleave(2, None), current, None, Streams(CPU))
-    kept = [root for segment in current.segments.values() for root in segment.roots]
     assert current.loss_sum > 0
-    assert not any(tensor.requires_grad for tensor in kept)
-    assert len(kept) == 1
+    assert [segment.roots for segment in current.segments.values()] == [[None]]
     assert not current.expert_calls
+
+
+def test_values_that_no_backward_needs_are_dropped():
+    """Tokens, residual and output are handed on: between forward and backward only edges stay."""
+    chunk = make_chunk(2, is_first=True, is_last=False)
+    current = open_pass(chunk, toy_batches(1)[0])
+    run_operations(interleave(2, None), current, None, Streams(CPU))
+    assert current.output is not None
+    assert all(segment.residual is None for segment in current.segments.values())
+    roots = [root for segment in current.segments.values() for root in segment.roots]
+    assert not any(isinstance(root, torch.Tensor) for root in roots)

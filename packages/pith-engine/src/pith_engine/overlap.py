@@ -1,19 +1,16 @@
 """One micro-batch's forward interleaved with another's backward, as a list of facts.
 
-A chunk of L layers runs as `4 L + 1` forward operations. Segment l is one autograd graph: the
-aggregate of layer l - 1 (l > 0) followed by the attention of layer l (l < L); segment 0 starts from
-the chunk's input, segment L ends with the chunk's output or the loss:
+A chunk of L layers has segments 0 .. L: segment l is one autograd graph, the aggregate of layer
+l - 1 (l > 0) followed by the attention of layer l (l < L). It runs as
 
     forward   SEGMENT 0, DISPATCH 0, EXPERTS 0, COMBINE 0, SEGMENT 1, ..., SEGMENT L
     backward  SEGMENT L, COMBINE L-1, EXPERTS L-1, DISPATCH L-1, WEIGHT L-1, ..., SEGMENT 0
 
-In the backward, COMBINE sends gradients along the reverse of the combine, EXPERTS takes the input
-gradient only, DISPATCH returns gradients along the reverse of the dispatch, and WEIGHT runs the
-weight gradients that EXPERTS deferred.
+where the backward's COMBINE and DISPATCH move gradients along the reverse of the forward's, EXPERTS
+takes the input gradient only and WEIGHT runs the weight gradients that EXPERTS deferred.
 
 Both sides share one compute stream; the all-to-alls of each side have a stream of their own.
-Iteration i of `interleave` enqueues, with l = i going up and j = num_backward_layers - 1 - i going
-down:
+Iteration i of `interleave` enqueues, with l = i and j = num_backward_layers - 1 - i:
 
     1. F COMBINE l-1     runs under 2
     2. B SEGMENT j+1
@@ -25,17 +22,15 @@ down:
     8. B WEIGHT j
     9. F EXPERTS l       waits for 6
 
-The forward combine stands before the backward's segment: behind the many launches of a segment it
-would start late and run exposed. The forward dispatch stands after the backward's experts because
-the host reads its counts there, and the device needs work while the host waits. Every rank of an
+1 stands before 2: behind the many launches of a segment it would start late and run exposed. 4 ends
+with the host reading counts, and 5 is what the device does meanwhile. Every rank of an
 expert-parallel group runs the same list, so collectives meet in one order.
 
 The one trap is memory. A value dropped by the host goes back to the allocator's pool of the stream
 it was made on, which may hand it out again before another stream has read it. So a value is freed
-by an operation only if every later operation on the value's own stream is ordered after all its
-uses; across two lists this holds because the first operation of a list on a communication stream
-always waits for compute. `check_operations` proves that, the ordering and the completeness of a
-list without a device.
+only where every later operation on its own stream is ordered after all its uses; across two lists
+this holds because the first operation of a list on a communication stream waits for compute.
+`check_operations` proves that, the ordering and the completeness of a list without a device.
 """
 
 from collections import Counter
@@ -57,6 +52,11 @@ class OperationKind(Enum):
     BACKWARD_EXPERTS = "backward experts"
     BACKWARD_DISPATCH = "backward dispatch"
     BACKWARD_WEIGHT = "backward weight"
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it belongs to the micro-batch that runs forward."""
+        return self.value.startswith("forward")
 
 
 class Stream(Enum):
@@ -104,7 +104,8 @@ READS = {
     OperationKind.BACKWARD_DISPATCH: ((OperationKind.BACKWARD_EXPERTS, 0),),
     OperationKind.BACKWARD_WEIGHT: ((OperationKind.BACKWARD_EXPERTS, 0),),
 }
-"""Outputs an operation reads, as kind and offset to its own index; a side's first reads none."""
+"""Outputs an operation reads, as kind and offset to its own index, first the one that is handed to
+it; a side's first operation reads none."""
 
 COMMUNICATION_STREAMS = {
     OperationKind.FORWARD_DISPATCH: Stream.FORWARD_COMM,
@@ -119,16 +120,11 @@ COMMUNICATION_STREAMS = {
 def interleave(
     num_forward_layers: int | None, num_backward_layers: int | None, *, defer_weights: bool = False
 ) -> tuple[Operation, ...]:
-    """List the operations of one forward, one backward, or both overlapped.
+    """List the operations of one forward, one backward, or both overlapped, in host order.
 
-    Args:
-        num_forward_layers: layers of the chunk that runs forward; None without a forward.
-        num_backward_layers: layers of the chunk that runs backward; None without a backward.
-        defer_weights: leave `BACKWARD_WEIGHT` out; the caller runs the weight gradients later.
-
-    Returns:
-        The operations in host order. The results, the output of the forward's last segment and of
-        the backward's segment 0, are never freed; every other output is freed exactly once.
+    None stands for no such side; with `defer_weights` the caller runs the weight gradients later.
+    The results, outputs of the forward's last segment and of the backward's segment 0, are never
+    freed; every other output is freed exactly once.
     """
     order = list(_host_order(num_forward_layers, num_backward_layers, defer_weights))
     users = _users(order)
@@ -162,13 +158,7 @@ def check_operations(
     *,
     defer_weights: bool = False,
 ) -> None:
-    """Prove a list complete, ordered and free of use after free.
-
-    Args:
-        operations: the list, whoever made it.
-        num_forward_layers: as in `interleave`.
-        num_backward_layers: as in `interleave`.
-        defer_weights: as in `interleave`.
+    """Prove a list complete, ordered and free of use after free; arguments as in `interleave`.
 
     Raises:
         ValueError: an operation is missing, repeated or on the wrong stream; a wait points forward

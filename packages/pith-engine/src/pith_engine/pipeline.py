@@ -4,7 +4,7 @@ A `Pipeline` holds this rank's chunks `pp.rank` and `2 * pp - 1 - pp.rank`. For 
 table's row it
 
     1. starts one batched exchange: the sends of the previous slot and the receives of this one,
-    2. waits for the receives,
+    2. waits for the receives and drops what earlier exchanges have sent,
     3. runs the action: the operations of overlap.py for a forward, a backward, or both,
     4. passes the results on: to the other chunk when it is on this rank, else to the next exchange.
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from pith_ops.device import accumulation_dtype
+from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor
 
 from pith_engine.balance import BalanceConfig, max_load
@@ -57,18 +58,9 @@ class StepLosses:
 
 
 class Pipeline:
-    """Runs whole steps of a model over the pp axis.
+    """Runs whole steps of a model over the pp axis, with this rank's two chunks, lower one first.
 
-    Args:
-        chunks: this rank's two chunks, the lower one first.
-        mesh: its pp axis is the pipeline; the ep axis carries the experts' all-to-alls.
-        hidden_size: H.
-        dtype: compute dtype, that of `hidden`.
-        device: where `hidden` lives.
-        balance: the auxiliary loss.
-
-    Raises:
-        ValueError: not two chunks.
+    `dtype` is that of `hidden`, the compute dtype; `device` is where it lives.
     """
 
     def __init__(
@@ -91,32 +83,25 @@ class Pipeline:
     def train_step(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
         """Forward and backward of this rank's micro-batches; gradients are added to `.grad`.
 
-        Args:
-            batches: at least `2 * pp` micro-batches of equal token count.
-            num_targets: non-ignored targets of the global batch; with 0 nothing is run.
-
-        Returns:
-            The step's losses over the whole mesh.
+        The micro-batches have equal token counts. `num_targets` are the non-ignored targets of the
+        global batch; with 0 nothing is run. Returns the losses over the whole mesh.
 
         Raises:
-            ValueError: too few micro-batches.
+            ValueError: fewer than `2 * pp` micro-batches.
         """
         table = dualpipev(self.mesh.pp.size, len(batches))
         if num_targets == 0:
             return StepLosses(loss=0.0, balance=0.0, max_load=0.0, num_targets=0)
-        dtype = accumulation_dtype(self.dtype)
-        scale = torch.tensor(1.0 / num_targets, dtype=dtype, device=self.device)
-        step = _Step(self, batches, scale)
-        step.run(table[self.mesh.pp.rank])
-        return step.losses(num_targets)
+        scale = torch.tensor(
+            1.0 / num_targets, dtype=accumulation_dtype(self.dtype), device=self.device
+        )
+        return _Step(self, batches, scale).run(table[self.mesh.pp.rank], num_targets)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
         """Forward only, keeping no activations; arguments and result as in `train_step`."""
         table = forward_only(self.mesh.pp.size, len(batches))
-        step = _Step(self, batches, None)
-        step.run(table[self.mesh.pp.rank])
-        return step.losses(num_targets)
+        return _Step(self, batches, None).run(table[self.mesh.pp.rank], num_targets)
 
 
 class _Step:
@@ -125,25 +110,25 @@ class _Step:
     def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], loss_scale: Tensor | None):
         self.pipeline, self.batches, self.loss_scale = pipeline, batches, loss_scale
         self.passes: dict[tuple[int, int], ChunkPass] = {}
+        self.deferred: dict[tuple[int, int], WeightGradQueue] = {}
         self.parcels: dict[Parcel, Tensor] = {}
+        self.started: list[Exchange] = []
         self.sums = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
         self.expert_counts: dict[int, Tensor] = {}
 
-    def run(self, slots: Sequence[Slot]) -> None:
-        """Execute one rank's row of a table."""
+    def run(self, slots: Sequence[Slot], num_targets: int) -> StepLosses:
+        """Execute one rank's row of a table and sum its losses over the mesh."""
         sends: tuple[Transfer, ...] = ()
-        started: list[Exchange] = []
         for slot in slots:
-            started.append(self._exchange(sends, slot.receives))
+            self._exchange(sends, slot.receives)
             self._act(slot.action)
             sends = slot.sends
-        started.append(self._exchange(sends, ()))
-        for one in started:
-            one.wait_sends()
-        assert not self.passes and not self.parcels, "the table left work behind"
+        self._exchange(sends, ())
+        self._drop_sent()
+        assert not self.passes and not self.deferred and not self.parcels, "work is left behind"
+        return self._losses(num_targets)
 
-    def losses(self, num_targets: int) -> StepLosses:
-        """Sum over the mesh: the same numbers on every rank."""
+    def _losses(self, num_targets: int) -> StepLosses:
         mesh = self.pipeline.mesh
         counts = [self.expert_counts[chunk] for chunk in sorted(self.expert_counts)]
         num_moe_layers = sum(len(count) for count in counts) / mesh.data.size
@@ -159,18 +144,25 @@ class _Step:
             num_targets=num_targets,
         )
 
-    def _exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Exchange:
-        """Start one batched exchange and wait for what it brings."""
+    def _exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         arriving = [(self._empty_hidden(transfer), transfer.peer) for transfer in receives]
         started = exchange(
             [(self.parcels.pop(_parcel(t)).contiguous(), t.peer) for t in sends],
             arriving,
             self.pipeline.mesh.pp,
         )
-        started.wait_receives()
+        if receives:
+            started.wait_receives()
+            # A rank's exchanges run one after the other, so the earlier ones are over by now.
+            self._drop_sent()
+        self.started.append(started)
         for transfer, (tensor, _) in zip(receives, arriving, strict=True):
             self.parcels[_parcel(transfer)] = tensor
-        return started
+
+    def _drop_sent(self) -> None:
+        for earlier in self.started:
+            earlier.wait_sends()
+        self.started.clear()
 
     def _act(self, action: Action) -> None:
         this = (action.chunk, action.micro_batch)
@@ -180,9 +172,11 @@ class _Step:
             case ActionKind.BACKWARD:
                 self._compute(None, self.passes.pop(this))
             case ActionKind.BACKWARD_INPUT:
-                self._compute(None, self.passes[this], defer_weights=True)
+                backward = self.passes.pop(this)
+                self._compute(None, backward, defer_weights=True)
+                self.deferred[this] = backward.weight_grads
             case ActionKind.WEIGHT:
-                self.passes.pop(this).run_weight_grads()
+                self.deferred.pop(this).flush()
             case ActionKind.OVERLAP:
                 there = self.passes.pop((action.backward_chunk, action.backward_micro_batch))
                 self._compute(self._open(this), there)
@@ -223,6 +217,7 @@ class _Step:
         chunk, micro_batch = forward.place
         if forward.output is not None:
             self.parcels[TransferKind.HIDDEN, chunk + 1, micro_batch] = forward.output
+            forward.output = None
         self.sums += torch.stack([forward.loss_sum, forward.balance_sum])
         if forward.expert_counts:
             counts = torch.stack(forward.expert_counts)

@@ -1,20 +1,18 @@
 """The five stages of a decoder layer, forward and backward, written once.
 
-One micro-batch on its way through one chunk is a `ChunkPass`. Its stages are attention, dispatch,
+One micro-batch on its way through one chunk is a `ChunkPass`. The stages are attention, dispatch,
 experts, combine and aggregate; `aggregate` of a layer and `attention` of the next share one
-autograd graph, called a segment:
+autograd graph, a segment:
 
     segment 0   dispatch 0   experts 0   combine 0   segment 1   ...   segment L
 
-A chunk of L layers has L + 1 segments; segment 0 embeds or takes the chunk's input, segment L ends
-with the loss or the chunk's output. Autograd graphs never cross a boundary: what enters a segment
-or `experts` is a leaf (`detach().requires_grad_()`), what leaves it is a root, and the backward of
-a stage is one `torch.autograd.backward(roots, gradients)` whose leaves then hold the gradients that
-go on. Dispatch and combine are the plain calls of expert_parallel.py, so forward and backward of
-different micro-batches interleave in any order that overlap.py declares; `run_operations` is the
-one loop that executes such a list, for forward alone, backward alone and both.
+Segment 0 embeds or takes the chunk's input, segment L ends with the loss or the chunk's output.
+Autograd graphs never cross a boundary: what enters a segment or `experts` is a leaf, what leaves it
+is a root, and a stage's backward is one `torch.autograd.backward(roots, gradients)` whose leaves
+then hold the gradients that go on. So forward and backward of different micro-batches interleave in
+any order that overlap.py declares; `run_operations` is the one loop that executes such a list.
 
-Gradients are final: the loss root's gradient is 1 / (global target count), the balance root's is
+Gradients are final: the loss root's is 1 / (global target count), the balance root's is
 coefficient / (global target count); nothing is rescaled afterwards.
 
 The trap: an operation hands its result to one later operation, which may run on another stream.
@@ -27,8 +25,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from pith_ops.dispatch import (
+    gather_rows,
+    sum_pairs,
+    sum_rank_weights,
+    sum_ranks,
+    weighted_partial_sums,
+    weighted_partial_sums_backward,
+)
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pith_engine.balance import BalanceConfig, expert_counts, sequence_balance
 from pith_engine.contract import Batch, DecoderLayer, ModelChunk, Routing
@@ -36,19 +43,14 @@ from pith_engine.expert_parallel import (
     Arrival,
     Route,
     exchange_rows,
-    merge_gradients,
-    merge_returned,
     open_metadata,
+    pack_metadata,
     pack_tokens,
     return_rows,
     route_tokens,
-    sort_rows,
-    unsort_gradient,
-    weigh_outputs,
-    weigh_outputs_backward,
 )
 from pith_engine.mesh import Mesh
-from pith_engine.overlap import Operation, OperationKind, Stream, Value
+from pith_engine.overlap import READS, Operation, OperationKind, Stream, Value
 
 
 @dataclass(kw_only=True)
@@ -57,9 +59,12 @@ class Segment:
 
     leaves: list[Tensor]
     """Segment 0: the chunk's input, or nothing. Later: combined `[T, H]`, residual `[T, H]`."""
-    roots: list[Tensor]
-    """Inner: tokens, residual and, with routing, weights and balance. Last: output or loss."""
-    route: Route | None
+    roots: list[GradientEdge | None]
+    """Inner: tokens, residual and, with routing, weights and balance. Last: output or loss. Edges,
+    so that no value waits for its gradient; None where no gradient goes."""
+    residual: Tensor | None = None
+    """`[T, H]`, until the next segment takes it."""
+    route: Route | None = None
     """Where the segment's tokens go; None for a dense layer and in the last segment."""
 
 
@@ -103,14 +108,8 @@ class Streams:
 class ChunkPass:
     """One micro-batch in one chunk: its stages' graphs, and the results on their way.
 
-    Args:
-        chunk: the model chunk.
-        batch: the micro-batch, the same on every rank of the pipeline.
-        mesh: its ep and ep_backward axes carry dispatch and combine.
-        place: the chunk's number and the micro-batch's.
-        hidden: `[T, H]` input of the chunk, None for the first chunk.
-        balance: the auxiliary loss.
-        loss_scale: 1 / (global target count), a scalar; None for evaluation, which keeps no graph.
+    `place` is (chunk, micro-batch), `hidden` the chunk's input `[T, H]` (None for the first chunk),
+    `loss_scale` the scalar 1 / (global target count), None for evaluation, which keeps no graph.
     """
 
     def __init__(
@@ -148,13 +147,15 @@ class ChunkPass:
         if index == len(self.layers):
             self._finish(hidden, leaves)
             return ()
-        tokens, residual, routing = self.layers[index].attention(hidden, self.batch)
-        roots, route = [tokens, residual], None
-        if routing is not None:
-            route = route_tokens(routing, self.layers[index].num_local_experts, self.mesh.ep)
-            roots += [routing.weights, *self._balance_roots(routing)]
-        self.segments[index] = Segment(leaves=leaves, roots=roots, route=route)
-        return (tokens.detach(),) if route is None else (pack_tokens(tokens, route), route.metadata)
+        layer = self.layers[index]
+        tokens, residual, routing = layer.attention(hidden, self.batch)
+        segment = Segment(leaves=leaves, roots=[_edge(tokens), _edge(residual)], residual=residual)
+        self.segments[index] = segment
+        if routing is None:
+            return (tokens.detach(),)
+        route = segment.route = route_tokens(routing, layer.num_local_experts, self.mesh.ep)
+        segment.roots += [_edge(root) for root in (routing.weights, *self._balance(routing))]
+        return pack_tokens(tokens, route), pack_metadata(routing, route)
 
     def forward_dispatch(self, index: int, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Send tokens and their metadata to the ranks of their experts."""
@@ -165,17 +166,17 @@ class ChunkPass:
 
     def forward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the layer's experts on what arrived; returns one partial sum per row."""
-        route, layer = self.segments[index].route, self.layers[index]
-        if route is None:
-            leaf = self._leaf(received[0])
-            root = layer.experts(leaf, None, self.weight_grads)
-            self._keep_call(index, ExpertCall(leaf=leaf, root=root, arrival=None))
+        route = self.segments[index].route
+        arrival = None if route is None else open_metadata(received[1], route)
+        rows = received[0] if arrival is None else gather_rows(received[0], arrival.plan)
+        leaf = rows.detach().requires_grad_(self.loss_scale is not None)
+        groups = None if arrival is None else arrival.plan.groups
+        root = self.layers[index].experts(leaf, groups, self.weight_grads)
+        if self.loss_scale is not None:
+            self.expert_calls[index] = ExpertCall(leaf=leaf, root=root, arrival=arrival)
+        if arrival is None:
             return (root.detach(),)
-        arrival = open_metadata(received[1], route)
-        leaf = self._leaf(sort_rows(received[0], arrival))
-        root = layer.experts(leaf, arrival.plan.groups, self.weight_grads)
-        self._keep_call(index, ExpertCall(leaf=leaf, root=root, arrival=arrival))
-        return (weigh_outputs(root, arrival),)
+        return (weighted_partial_sums(root.detach(), arrival.weights, arrival.plan),)
 
     def forward_combine(self, index: int, partial_sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the partial sums to the ranks of their tokens."""
@@ -188,12 +189,9 @@ class ChunkPass:
         """Backward of a segment; returns the gradient rows of the layer below it."""
         segment = self.segments.pop(index)
         gradients = self._root_gradients(index, segment, arrived)
-        pairs = [
-            (root, gradient)
-            for root, gradient in zip(segment.roots, gradients, strict=True)
-            if root.requires_grad
-        ]
-        torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        pairs = zip(segment.roots, gradients, strict=True)
+        roots, gradients = zip(*[pair for pair in pairs if pair[0] is not None], strict=True)
+        torch.autograd.backward(roots, gradients)
         grads = [_gradient(leaf) for leaf in segment.leaves]
         if index == 0:
             self.input_grad = grads[0] if grads else None
@@ -213,9 +211,12 @@ class ChunkPass:
         if call.arrival is None:
             torch.autograd.backward([call.root], [received[0]])
             return (_gradient(call.leaf),)
-        outputs_grad, gates_grad = weigh_outputs_backward(received[0], call.root, call.arrival)
+        weights, plan = call.arrival.weights, call.arrival.plan
+        outputs_grad, weights_grad = weighted_partial_sums_backward(
+            received[0], call.root.detach(), weights, plan
+        )
         torch.autograd.backward([call.root], [outputs_grad])
-        return unsort_gradient(_gradient(call.leaf), call.arrival), gates_grad
+        return sum_pairs(_gradient(call.leaf), plan), weights_grad
 
     def backward_dispatch(self, index: int, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the gradients of dispatched tokens and weights to the ranks of their tokens."""
@@ -224,27 +225,19 @@ class ChunkPass:
             return rows
         return tuple(return_rows(row, route, self.mesh.ep_backward) for row in rows)
 
-    def run_weight_grads(self) -> None:
-        """Run the weight gradients that the backward of this pass deferred."""
-        self.weight_grads.flush()
-
-    def _leaf(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().requires_grad_(self.loss_scale is not None)
-
-    def _keep_call(self, index: int, call: ExpertCall) -> None:
-        if self.loss_scale is not None:
-            self.expert_calls[index] = call
-
     def _segment_leaves(self, index: int, arrived: tuple[Tensor, ...]) -> list[Tensor]:
-        if index == 0:
-            return [] if self.hidden is None else [self._leaf(self.hidden)]
-        below = self.segments[index - 1]
-        if self.loss_scale is None:
-            del self.segments[index - 1]
-        combined = arrived[0] if below.route is None else merge_returned(arrived[0], below.route)
-        return [self._leaf(combined), self._leaf(below.roots[1])]
+        values = [] if self.hidden is None else [self.hidden]
+        if index > 0:
+            below = self.segments[index - 1]
+            combined = arrived[0]
+            if below.route is not None:
+                combined = sum_ranks(combined, below.route.plan)
+            values, below.residual = [combined, below.residual], None
+            if self.loss_scale is None:
+                del self.segments[index - 1]
+        return [value.detach().requires_grad_(self.loss_scale is not None) for value in values]
 
-    def _balance_roots(self, routing: Routing) -> list[Tensor]:
+    def _balance(self, routing: Routing) -> list[Tensor]:
         self.expert_counts.append(expert_counts(routing, self.batch))
         if self.balance.method == "none":
             return []
@@ -253,13 +246,13 @@ class ChunkPass:
         return [balance]
 
     def _finish(self, hidden: Tensor, leaves: list[Tensor]) -> None:
+        root = hidden
         if self.chunk.is_last:
             root = self.chunk.loss(hidden, self.batch)
             self.loss_sum += root.detach()
         else:
-            root = hidden
             self.output = hidden.detach()
-        self.segments[len(self.layers)] = Segment(leaves=leaves, roots=[root], route=None)
+        self.segments[len(self.layers)] = Segment(leaves=leaves, roots=[_edge(root)])
 
     def _root_gradients(
         self, index: int, segment: Segment, arrived: tuple[Tensor, ...]
@@ -267,12 +260,16 @@ class ChunkPass:
         assert self.loss_scale is not None, "a pass without a graph has no backward"
         if index == len(self.layers):
             return [self.output_grad if self.output_grad is not None else self.loss_scale]
-        residual_grad = self.output_grad
         if segment.route is None:
-            return [arrived[0], residual_grad]
-        tokens_grad, gates_grad = merge_gradients(arrived[0], arrived[1], segment.route)
+            return [arrived[0], self.output_grad]
+        plan = segment.route.plan
+        gradients = [
+            sum_ranks(arrived[0], plan),
+            self.output_grad,
+            sum_rank_weights(arrived[1], plan),
+        ]
         balance_grad = self.loss_scale * self.balance.coefficient
-        return [tokens_grad, residual_grad, gates_grad, *[balance_grad] * (len(segment.roots) - 3)]
+        return gradients + [balance_grad] * (len(segment.roots) - len(gradients))
 
 
 def run_operations(
@@ -288,45 +285,46 @@ def run_operations(
     results: dict[Value, tuple[Tensor, ...]] = {}
     done: list[torch.cuda.Event] = []
     for operation in operations:
+        side = forward if operation.kind.is_forward else backward
+        assert side is not None, f"{operation.kind} without a pass that it belongs to"
+        source, offset = READS[operation.kind][0]
+        arrived = results.get((source, operation.index + offset), ())
         waits = [done[position] for position in operation.waits] if done else []
         with streams.launch(operation.stream, waits, done):
-            results[operation.kind, operation.index] = _run(operation, forward, backward, results)
+            result = _run(side, operation, arrived)
+        results[operation.kind, operation.index] = result
+        del arrived, result
         for value in operation.frees:
             del results[value]
     assert not any(results.values()), f"results that no operation took: {list(results)}"
 
 
-def _run(
-    operation: Operation,
-    forward: ChunkPass | None,
-    backward: ChunkPass | None,
-    results: dict[Value, tuple[Tensor, ...]],
-) -> tuple[Tensor, ...]:
-    kind, index = operation.kind, operation.index
-    match kind:
+def _run(side: ChunkPass, operation: Operation, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    index = operation.index
+    match operation.kind:
         case OperationKind.FORWARD_SEGMENT:
-            arrived = results[OperationKind.FORWARD_COMBINE, index - 1] if index > 0 else ()
-            return forward.forward_segment(index, arrived)
+            return side.forward_segment(index, arrived)
         case OperationKind.FORWARD_DISPATCH:
-            return forward.forward_dispatch(index, results[OperationKind.FORWARD_SEGMENT, index])
+            return side.forward_dispatch(index, arrived)
         case OperationKind.FORWARD_EXPERTS:
-            return forward.forward_experts(index, results[OperationKind.FORWARD_DISPATCH, index])
+            return side.forward_experts(index, arrived)
         case OperationKind.FORWARD_COMBINE:
-            return forward.forward_combine(index, results[OperationKind.FORWARD_EXPERTS, index])
+            return side.forward_combine(index, arrived)
         case OperationKind.BACKWARD_SEGMENT:
-            last = index == len(backward.layers)
-            arrived = () if last else results[OperationKind.BACKWARD_DISPATCH, index]
-            return backward.backward_segment(index, arrived)
+            return side.backward_segment(index, arrived)
         case OperationKind.BACKWARD_COMBINE:
-            rows = results[OperationKind.BACKWARD_SEGMENT, index + 1]
-            return backward.backward_combine(index, rows)
+            return side.backward_combine(index, arrived)
         case OperationKind.BACKWARD_EXPERTS:
-            return backward.backward_experts(index, results[OperationKind.BACKWARD_COMBINE, index])
+            return side.backward_experts(index, arrived)
         case OperationKind.BACKWARD_DISPATCH:
-            return backward.backward_dispatch(index, results[OperationKind.BACKWARD_EXPERTS, index])
+            return side.backward_dispatch(index, arrived)
         case OperationKind.BACKWARD_WEIGHT:
-            backward.run_weight_grads()
+            side.weight_grads.flush()
             return ()
+
+
+def _edge(root: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(root) if root.requires_grad else None
 
 
 def _gradient(leaf: Tensor) -> Tensor:
