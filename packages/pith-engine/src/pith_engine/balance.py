@@ -6,14 +6,13 @@ n counted tokens, N experts in the router's pool and top-k of K,
     f_i = N / (K n) * #{tokens that chose i}      P_i = 1/n * sum over tokens of score_i
     L   = sum over i of f_i * P_i
 
-which is 1 when the load is even, whatever N and K are. Each sequence counts by its share of the
-counted tokens of the global batch, and the layers are added: the gradient of a step is that of
-`coefficient * sum over layers and sequences of (n / global count) * L`. A token counts when its
-target is not ignored. Counts are integers and carry no gradient; only the scores do.
+which is 1 when the load is even. The gradient of a step is that of
+`coefficient * sum over layers and sequences of (n / global count) * L`; a token counts when its
+target is not ignored. Only the scores carry a gradient.
 
 The trap: the value must not depend on how sequences fall into micro-batches, so nothing here takes
-a mean over a micro-batch; `sequence_balance` returns `sum of n * L` and the caller divides by the
-global count, as it does for the token losses.
+a mean: `sequence_balance` returns `sum of n * L`, and the caller divides by the global count, as it
+does for the token losses.
 """
 
 from dataclasses import dataclass
@@ -44,15 +43,8 @@ class BalanceConfig:
 
 
 def sequence_balance(routing: Routing, batch: Batch) -> Tensor:
-    """Sum over the sequences of a micro-batch of (counted tokens) * (sequence loss).
-
-    Args:
-        routing: scores `[T, N]` (differentiable) and chosen ids `[T, K]`.
-        batch: the micro-batch; tokens with an ignored target are left out.
-
-    Returns:
-        A scalar in the scores' dtype; divide by the global count of counted tokens.
-    """
+    """Sum over a micro-batch's sequences of (counted tokens) * (sequence loss): a scalar in the
+    dtype of `routing.scores`."""
     num_sequences, pool = batch.num_sequences, routing.scores.shape[1]
     counted = (batch.targets != IGNORED_TARGET).view(num_sequences, -1)
     num_counted = counted.sum(1)
@@ -71,16 +63,11 @@ def expert_counts(routing: Routing, batch: Batch) -> Tensor:
 
 
 def max_load(counts: Tensor, mesh: Mesh) -> float:
-    """Largest load of an expert over the mean load of its layer, over the whole model and step.
+    """Largest load of an expert over the mean of its layer, over the whole model and step.
 
-    Two small collectives; every rank of the mesh must call it.
-
-    Args:
-        counts: `[MoE layers on this rank, N]` int64 choices seen by this rank in the step.
-        mesh: counts are summed over its `data` axis, the maximum is taken over `pp`.
-
-    Returns:
-        A plain float, 1.0 when even; 0.0 when the model has no MoE layer or no token counted.
+    `counts` `[MoE layers here, N]` int64 are this rank's choices. Every rank of the mesh calls it:
+    counts are summed over `data`, the maximum is taken over `pp`. 1.0 is even; 0.0 without MoE
+    layers or counted tokens.
     """
     totals = counts.clone()
     all_reduce(totals, mesh.data)

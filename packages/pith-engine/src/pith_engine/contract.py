@@ -54,15 +54,8 @@ class Role(Enum):
 
     @property
     def is_decayed(self) -> bool:
-        """Whether weight decay applies: to matrices only, the router's included."""
-        return self in (
-            Role.MATRIX,
-            Role.EXPERT_MATRIX,
-            Role.EMBEDDING,
-            Role.HEAD,
-            Role.ROUTER,
-            Role.CONV,
-        )
+        """Whether weight decay applies: to matrices, the router's included."""
+        return self not in (Role.NORM, Role.BIAS, Role.EXPERT_BIAS, Role.SINK)
 
     @property
     def keeps_fp32(self) -> bool:
@@ -73,12 +66,9 @@ class Role(Enum):
 class DeclaredParameter(nn.Parameter):
     """A parameter on the meta device that carries its declaration until a unit replaces it.
 
-    Attributes:
-        role: what the parameter is.
-        std: standard deviation of the initial normal values; None for a constant
-            (1 for norms, 0 for everything else).
-        parts: names of the canonical tensors stored one after the other along the last dim but
-            one, all of equal size; empty when stored and canonical tensor are the same.
+    `std` is that of the initial normal values, None for a constant (1 for norms, else 0). `parts`
+    names the canonical tensors stored one after the other along the last dim but one, of equal
+    size; empty when stored and canonical tensor are the same.
     """
 
     role: Role
@@ -89,14 +79,10 @@ class DeclaredParameter(nn.Parameter):
 def declare(
     shape: tuple[int, ...], role: Role, *, std: float | None = None, parts: tuple[str, ...] = ()
 ) -> DeclaredParameter:
-    """Declare a parameter of this rank's logical shape (experts: local experts first).
+    """Declare a parameter by its shape on this rank before data-parallel sharding.
 
-    Args:
-        shape: the shape on this rank before data-parallel sharding, `[E / ep, ...]` for experts.
-        role: what the parameter is.
-        std: standard deviation of its initial values, None for a constant.
-        parts: last name components of the canonical tensors it consists of, e.g.
-            `("gate_proj", "up_proj")` for a stored `[E, 2 * I, H]`.
+    Experts are `[E / ep, ...]`. `std` and `parts` as in `DeclaredParameter`: a stored
+    `[E, 2 * I, H]` may have parts `("gate_proj", "up_proj")`.
     """
     parameter = DeclaredParameter(torch.empty(shape, device="meta"))
     parameter.role, parameter.std, parameter.parts = role, std, parts

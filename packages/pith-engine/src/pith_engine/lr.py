@@ -8,10 +8,8 @@ With step t from 1, total steps S, warmup steps W, decay steps D and final ratio
     cosine    t >  W        r + (1 - r) * (1 + cos(pi * (t - W) / (S - W))) / 2   (arXiv 1608.03983)
     wsd       t >  S - D    1 - (1 - r) * (t - (S - D)) / D, and 1 before     (arXiv 2404.06395)
 
-WSD (warmup, stable, decay) decays linearly, as in arXiv 2405.18392; its stable part does not depend
-on S, so a run can be prolonged. Cosine and WSD end at `r * peak` on the last step. A run shorter
-than its warmup stays in the warmup; where warmup and decay of WSD meet, the smaller factor holds.
-There is no state: a resumed run computes the same rate from the step alone.
+WSD (warmup, stable, decay) decays linearly (arXiv 2405.18392); its stable part does not depend on
+S, so a run can be prolonged. Where warmup and decay of WSD meet, the smaller factor holds.
 """
 
 from dataclasses import dataclass
@@ -64,16 +62,7 @@ class LearningRateConfig:
 
 
 def learning_rate(config: LearningRateConfig, step: int, total_steps: int) -> float:
-    """The learning rate of one step.
-
-    Args:
-        config: peak and shape.
-        step: the step, counted from 1.
-        total_steps: steps of the whole run.
-
-    Raises:
-        ValueError: a step outside `1 .. total_steps`.
-    """
+    """The rate of one step, counted from 1; ValueError outside `1 .. total_steps`."""
     if not 1 <= step <= total_steps:
         raise ValueError(f"step is {step}; allowed are 1 to total_steps {total_steps}")
     warmup = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0

@@ -1,17 +1,15 @@
 """How many layers each pipeline chunk holds, by cost.
 
 In the V placement rank r holds chunks r and `2 * pp - 1 - r`, so rank 0 also carries the embedding
-and the head, which for a large vocabulary weigh several layers. What limits the pipeline is the
-most loaded rank, not the most loaded chunk:
+and the head, which for a large vocabulary weigh several layers. The pipeline is limited by
 
     minimise   max over ranks r of  cost(chunk r) + cost(chunk 2 pp - 1 - r)
     then       sum over chunks of   cost(chunk) ** 2
 
-The second keeps a rank's two chunks alike, on which the overlapped slots of neighbours depend.
-
-The first is found by bisection over a limit for every rank. A limit is tested by filling the ranks
-from both ends of the model inwards, depth first with memory, and leaving out what the ranks inside
-could not carry; near the optimum that leaves few states, and the second is exact over them.
+where the second keeps a rank's two chunks alike, on which overlapped slots of neighbours depend.
+The first is found by bisection over a limit for every rank, tested by filling the ranks from both
+ends of the model inwards, depth first with memory, without what the ranks inside could not carry;
+near the optimum that leaves few states, and the second is exact over them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -45,16 +43,9 @@ class ChunkCost:
 def layers_per_chunk(
     layer_costs: tuple[float, ...], num_chunks: int, embedding_cost: float, head_cost: float
 ) -> tuple[int, ...]:
-    """Split the layers so that the most loaded rank carries as little as possible.
+    """Layers of each of the `2 * pp` chunks, at least one, that load the fullest rank least.
 
-    Args:
-        layer_costs: cost of every layer, in any one unit (FLOPs of a token, milliseconds).
-        num_chunks: `2 * pp`.
-        embedding_cost: cost of the embedding, in the same unit.
-        head_cost: cost of the head and the loss, in the same unit.
-
-    Returns:
-        Layers of each chunk, at least one, in layer order.
+    Costs are in any one unit (FLOPs of a token, milliseconds).
 
     Raises:
         ValueError: an odd number of chunks, fewer layers than chunks, or a negative cost.
@@ -97,12 +88,6 @@ def chunk_costs(
 ) -> tuple[ChunkCost, ...]:
     """What every chunk of a given partition costs.
 
-    Args:
-        layers: layers of each chunk, in layer order.
-        layer_costs: cost of every layer.
-        embedding_cost: cost of the embedding.
-        head_cost: cost of the head and the loss.
-
     Raises:
         ValueError: the chunks do not hold every layer exactly once, an empty chunk, or an odd
             number of chunks.
@@ -130,11 +115,7 @@ def chunk_costs(
 
 
 def describe_partition(chunks: tuple[ChunkCost, ...]) -> str:
-    """A text table: the layers and costs of every rank's two chunks, and the imbalance.
-
-    Args:
-        chunks: as `chunk_costs` returns them.
-    """
+    """A text table: the layers and costs of every rank's two chunks, and the imbalance."""
     total = sum(chunk.cost for chunk in chunks)
     lines = ["rank  chunk  layers     cost share  |  chunk  layers     cost share  |  rank share"]
     pairs = [(first, chunks[-1 - first.chunk]) for first in chunks[: len(chunks) // 2]]
@@ -160,11 +141,8 @@ def _fill(
 ) -> tuple[int, ...] | None:
     """Layers per chunk with no rank above `limit`; None if there are none.
 
-    Args:
-        sums: cost of the first n layers at index n.
-        pp: ranks.
-        limit: most that a rank's two chunks may cost together.
-        evenly: the partition with the smallest sum of squared chunk costs; else the first found.
+    `sums[n]` is the cost of the first n layers. `evenly` asks for the partition with the smallest
+    sum of squared chunk costs, else the first one found is returned.
     """
     known: dict[tuple[int, int, int], tuple[float, tuple[int, ...]] | None] = {}
 

@@ -3,27 +3,26 @@
 The model is cut into `2 * pp` chunks placed in a V: rank r holds chunks r and `2 * pp - 1 - r`, so
 rank 0 embeds and takes the loss, and the last rank passes from one chunk to the next without a
 transfer. `dualpipev` is DeepSeek's DualPipeV (https://github.com/deepseek-ai/DualPipe, from
-DualPipe in arXiv 2412.19437); `forward_only` serves evaluation. A table is a tuple with one row of
-slots per rank; the executor, the checks, the simulator and the pictures read nothing else.
+DualPipe in arXiv 2412.19437); `forward_only` serves evaluation.
 
 How a row is executed: before the action of slot k, one batched exchange is issued that holds the
 sends of slot k-1 and the receives of slot k; the action waits for its receives. One more exchange
-after the last slot carries its sends. A received tensor may be used in a later slot than the one
-that receives it.
+after the last slot carries its sends. A received tensor may be used in a later slot.
 
-The one trap is that a batched exchange is a meeting. NCCL runs the batches of a rank one after the
+The trap is that a batched exchange is a meeting. NCCL runs the batches of a rank one after the
 other, each until all its transfers are done, so a send whose receive is posted late holds up
 everything behind it, and crossing meetings deadlock: posting each receive just before it is needed
 does. `_with_transfers` therefore places a receive before the first action that, at unit costs,
 starts no earlier than the sender is done. No rank then waits for a meeting longer than for the data
-itself, which `simulate.py` measures. `schedule_check.py` replays a table under these semantics.
+itself (`simulate.py` measures it; `schedule_check.py` proves that there is no deadlock).
 """
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
+from itertools import count
 
 
 class ActionKind(Enum):
@@ -126,24 +125,21 @@ Output = tuple[TransferKind, int, int]
 
 def needed_output(part: Action, pp: int) -> Output | None:
     """What a plain action (never OVERLAP) takes from a neighbouring chunk; None at the ends."""
-    match part.kind:
-        case ActionKind.FORWARD if part.chunk > 0:
-            return TransferKind.HIDDEN, part.chunk, part.micro_batch
-        case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT if part.chunk < 2 * pp - 1:
-            return TransferKind.GRADIENT, part.chunk, part.micro_batch
-        case _:
-            return None
+    if part.kind is ActionKind.FORWARD:
+        return (TransferKind.HIDDEN, part.chunk, part.micro_batch) if part.chunk > 0 else None
+    if part.kind is ActionKind.WEIGHT or part.chunk == 2 * pp - 1:
+        return None
+    return TransferKind.GRADIENT, part.chunk, part.micro_batch
 
 
 def made_output(part: Action, pp: int) -> Output | None:
     """What a plain action (never OVERLAP) makes for a neighbouring chunk; None at the ends."""
-    match part.kind:
-        case ActionKind.FORWARD if part.chunk < 2 * pp - 1:
-            return TransferKind.HIDDEN, part.chunk + 1, part.micro_batch
-        case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT if part.chunk > 0:
-            return TransferKind.GRADIENT, part.chunk - 1, part.micro_batch
-        case _:
-            return None
+    if part.kind is ActionKind.FORWARD:
+        is_last = part.chunk == 2 * pp - 1
+        return None if is_last else (TransferKind.HIDDEN, part.chunk + 1, part.micro_batch)
+    if part.kind is ActionKind.WEIGHT or part.chunk == 0:
+        return None
+    return TransferKind.GRADIENT, part.chunk - 1, part.micro_batch
 
 
 def output_source(output: Output, pp: int) -> int:
@@ -154,15 +150,7 @@ def output_source(output: Output, pp: int) -> int:
 
 @cache
 def dualpipev(pp: int, num_micro_batches: int) -> ScheduleTable:
-    """DualPipeV for `pp` ranks, each holding two chunks.
-
-    Args:
-        pp: ranks of the pipeline; at 1 the two local chunks still overlap.
-        num_micro_batches: micro-batches of a step, at least `2 * pp`.
-
-    Raises:
-        ValueError: too few micro-batches.
-    """
+    """DualPipeV for `pp` ranks; ValueError below `2 * pp` micro-batches."""
     if pp < 1 or num_micro_batches < 2 * pp:
         raise ValueError(
             f"num_micro_batches is {num_micro_batches} with pp {pp}; DualPipeV needs pp >= 1 and "
@@ -175,16 +163,8 @@ def dualpipev(pp: int, num_micro_batches: int) -> ScheduleTable:
 def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
     """Forwards alone, for evaluation; no activation is kept.
 
-    Chunk c runs micro-batch m at time `c + 2 m`. The two chunks of a rank have different parity,
-    so a rank is never asked for both at once and is busy without a gap between its warm-up and its
-    drain.
-
-    Args:
-        pp: ranks of the pipeline.
-        num_micro_batches: any number from 1.
-
-    Raises:
-        ValueError: fewer than one rank or micro-batch.
+    Chunk c runs micro-batch m at time `c + 2 m`: the two chunks of a rank have different parity, so
+    it is never asked for both at once, nor idle between its warm-up and its drain.
     """
     if pp < 1 or num_micro_batches < 1:
         raise ValueError(f"pp is {pp}, num_micro_batches {num_micro_batches}; both must be >= 1")
@@ -192,93 +172,66 @@ def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
     for rank in range(pp):
         chunks = (rank, 2 * pp - 1 - rank)
         times = sorted((c + 2 * m, c, m) for c in chunks for m in range(num_micro_batches))
-        rows.append(
-            [Action(kind=ActionKind.FORWARD, chunk=c, micro_batch=m) for _, c, m in times],
-        )
+        rows.append([Action(kind=ActionKind.FORWARD, chunk=c, micro_batch=m) for _, c, m in times])
     return _with_transfers(rows)
 
 
 def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Action]:
     """The compute order of one rank; F0, B1 ... name the rank's first and second chunk."""
-    row = _Row()
     first, second = rank, 2 * pp - 1 - rank
+    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
+    overlap, backward_input = ActionKind.OVERLAP, ActionKind.BACKWARD_INPUT
+    weight = (ActionKind.WEIGHT, first)  # of whatever was deferred first
     to_turn = pp - 1 - rank  # ranks between this one and the turn of the V
     # 1. Fill the first chunks: F0.
-    for _ in range(2 * to_turn):
-        row.forward(first)
+    steps: list[tuple[ActionKind, int]] = [(forward, first)] * (2 * to_turn)
     # 2. Fill both directions: F0 F1.
-    for _ in range(rank + 1):
-        row.forward(first)
-        row.forward(second)
+    steps += [(forward, first), (forward, second)] * (rank + 1)
     # 3. The first gradients: B1 split, so that the previous rank gets its gradient early.
-    for _ in range(to_turn):
-        row.backward(second, defer=True)
-        row.weight()
-        row.forward(second)
+    steps += [(backward_input, second), weight, (forward, second)] * to_turn
     # 4. Steady state: F0 & B1, F1 & B0. The last rank starts the first backward of all; it runs
     #    its F0 alone, since every other rank waits for that B1.
-    for i in range(num_micro_batches - 2 * pp + rank + 1):
-        if i == 0 and to_turn == 0:
-            row.forward(first)
-            row.backward(second)
-        else:
-            row.overlap(first, second)
-        row.overlap(second, first)
+    steady = [(overlap, first), (overlap, second)] * (num_micro_batches - 2 * pp + rank + 1)
+    if to_turn == 0:
+        steady[:1] = [(forward, first), (backward, second)]
+    steps += steady
     # 5. The first chunks have run out of forwards: B1, F1 & B0.
-    for _ in range(to_turn):
-        row.backward(second)
-        row.overlap(second, first)
+    steps += [(backward, second), (overlap, second)] * to_turn
     # 6. Drain: B1 B0. Weight gradients of the second half are kept to fill the waits of 7.
     for i in range(2 * (rank + 1)):
-        row.backward(first if i % 2 else second, defer=i >= rank + 1)
+        steps.append((backward_input if i > rank else backward, first if i % 2 else second))
     # 7. Drain the first chunk, a kept weight gradient under each wait: W B0.
-    for _ in range(to_turn):
-        row.weight()
-        row.backward(first, defer=True)
+    steps += [weight, (backward_input, first)] * to_turn
     # 8. The weight gradients left: W.
-    for _ in range(rank + 1):
-        row.weight()
-    return row.actions
+    steps += [weight] * (rank + 1)
+    return _numbered(steps, first + second)
 
 
-class _Row:
-    """Actions of one rank under construction; numbers the micro-batches of each chunk from 0."""
+def _numbered(steps: list[tuple[ActionKind, int]], both: int) -> list[Action]:
+    """Give every chunk's forwards and backwards their micro-batches, from 0.
 
-    def __init__(self):
-        self.actions: list[Action] = []
-        self._num_forward: Counter[int] = Counter()
-        self._num_backward: Counter[int] = Counter()
-        self._deferred: deque[tuple[int, int]] = deque()
-
-    def forward(self, chunk: int) -> None:
-        self._append(ActionKind.FORWARD, chunk, self._num_forward[chunk])
-        self._num_forward[chunk] += 1
-
-    def backward(self, chunk: int, *, defer: bool = False) -> None:
-        kind = ActionKind.BACKWARD_INPUT if defer else ActionKind.BACKWARD
-        self._append(kind, chunk, self._num_backward[chunk])
-        if defer:
-            self._deferred.append((chunk, self._num_backward[chunk]))
-        self._num_backward[chunk] += 1
-
-    def weight(self) -> None:
-        self._append(ActionKind.WEIGHT, *self._deferred.popleft())
-
-    def overlap(self, chunk: int, backward_chunk: int) -> None:
-        self.actions.append(
-            Action(
-                kind=ActionKind.OVERLAP,
-                chunk=chunk,
-                micro_batch=self._num_forward[chunk],
-                backward_chunk=backward_chunk,
-                backward_micro_batch=self._num_backward[backward_chunk],
-            )
-        )
-        self._num_forward[chunk] += 1
-        self._num_backward[backward_chunk] += 1
-
-    def _append(self, kind: ActionKind, chunk: int, micro_batch: int) -> None:
-        self.actions.append(Action(kind=kind, chunk=chunk, micro_batch=micro_batch))
+    The second chunk of an OVERLAP is the rank's other one: `both`, their sum, less the first.
+    """
+    forwards = {chunk: count() for _, chunk in steps}
+    backwards = {chunk: count() for _, chunk in steps}
+    deferred: deque[tuple[int, int]] = deque()
+    actions = []
+    for kind, chunk in steps:
+        fields = {}
+        match kind:
+            case ActionKind.FORWARD:
+                micro_batch = next(forwards[chunk])
+            case ActionKind.OVERLAP:
+                micro_batch, other = next(forwards[chunk]), both - chunk
+                fields = {"backward_chunk": other, "backward_micro_batch": next(backwards[other])}
+            case ActionKind.WEIGHT:
+                chunk, micro_batch = deferred.popleft()
+            case _:
+                micro_batch = next(backwards[chunk])
+                if kind is ActionKind.BACKWARD_INPUT:
+                    deferred.append((chunk, micro_batch))
+        actions.append(Action(kind=kind, chunk=chunk, micro_batch=micro_batch, **fields))
+    return actions
 
 
 def _with_transfers(rows: list[list[Action]]) -> ScheduleTable:

@@ -1,8 +1,7 @@
-"""Proofs about a schedule table, and the replay of its exchanges.
+"""Proofs about a schedule table, whoever made it, and the replay of its exchanges.
 
-`check_schedule` accepts a table or says what is wrong with it, whoever made the table. `meetings`
-replays its exchanges under the strictest semantics any backend has: a batched exchange is a meeting
-of its partners. Both read a table as plain facts and run in milliseconds without a device.
+Exchanges are replayed under the strictest semantics any backend has: a batched exchange is a
+meeting of its partners. Everything reads a table as plain facts, in milliseconds, without a device.
 """
 
 from collections import deque
@@ -38,10 +37,7 @@ def check_schedule(
 ) -> None:
     """Prove that a table computes everything once, in order, without deadlock, in bounded memory.
 
-    Args:
-        table: the table, whoever made it.
-        num_micro_batches: micro-batches that every chunk must run.
-        has_backward: False for a table of forwards alone; then no activation is counted.
+    Without backwards (`has_backward=False`) no activation is counted.
 
     Raises:
         ValueError: a forward or backward is missing, repeated, foreign or out of order; a deferred
@@ -53,7 +49,6 @@ def check_schedule(
     pp = len(table)
     for rank, row in enumerate(table):
         _check_compute(rank, row, pp, num_micro_batches, has_backward)
-        _check_local_order(rank, row, pp)
     for rank, row in enumerate(table):
         _check_transfers(rank, row, pp)
     meetings(table)
@@ -79,13 +74,10 @@ def peak_live(row: tuple[Slot, ...]) -> int:
 
 
 def meetings(table: ScheduleTable) -> tuple[Meeting, ...]:
-    """Replay the exchanges of a table; the strictest semantics any backend has.
+    """Every exchange of every rank, in an order in which they can complete.
 
     An exchange starts when the rank's previous exchange and previous action are over, and is over
     when all its partners have started. Transfers between two ranks match in order.
-
-    Returns:
-        Every exchange of every rank, in an order in which they can complete.
 
     Raises:
         ValueError: a send and a receive do not match, or some exchanges wait for each other.
@@ -155,20 +147,9 @@ def _check_compute(
                 )
 
 
-def _check_local_order(rank: int, row: tuple[Slot, ...], pp: int) -> None:
-    """At the turn of the V, a rank has made what it hands itself before it uses it."""
-    made: set[Output] = set()
-    for k, slot in enumerate(row):
-        for part in slot.action.parts:
-            need = needed_output(part, pp)
-            if need and output_source(need, pp) == rank and need not in made:
-                raise ValueError(f"rank {rank}, slot {k}: {part} runs before its local input")
-        made.update(o for part in slot.action.parts if (o := made_output(part, pp)))
-
-
 def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
-    """Inputs are received before their use, outputs are sent once made, each exactly once."""
-    received: dict[Output, int] = {}
+    """Inputs are made or received before their use, outputs sent once made, each exactly once."""
+    received: set[Output] = set()
     made: set[Output] = set()
     sent: set[Output] = set()
     used: set[Output] = set()
@@ -178,13 +159,18 @@ def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
             output = (t.kind, t.chunk, t.micro_batch)
             if output in received or output_source(output, pp) != t.peer or t.peer == rank:
                 raise ValueError(f"{where}: {t} is received twice, or not from the rank it is on")
-            received[output] = k
+            received.add(output)
         for part in slot.action.parts:
             need = needed_output(part, pp)
-            if need and output_source(need, pp) != rank:
-                used.add(need)
-                if need not in received:
-                    raise ValueError(f"{where}: {part} runs before its input is received")
+            if need is None:
+                continue
+            if output_source(need, pp) == rank:
+                if need not in made:
+                    raise ValueError(f"{where}: {part} runs before its local input")
+                continue
+            used.add(need)
+            if need not in received:
+                raise ValueError(f"{where}: {part} runs before its input is received")
         made.update(o for part in slot.action.parts if (o := made_output(part, pp)))
         for t in slot.sends:
             output = (t.kind, t.chunk, t.micro_batch)
@@ -193,8 +179,8 @@ def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
                 raise ValueError(f"{where}: {t} is sent twice, unmade or to the wrong rank")
             sent.add(output)
     unsent = {o for o in made if chunk_rank(o[1], pp) != rank} - sent
-    if unsent or set(received) != used:
-        raise ValueError(f"rank {rank}: never sent {unsent}, never used {set(received) - used}")
+    if unsent or received != used:
+        raise ValueError(f"rank {rank}: never sent {unsent}, never used {received - used}")
 
 
 def _partners(table: ScheduleTable) -> list[list[list[tuple[int, int]]]]:

@@ -1,12 +1,9 @@
 """Run a schedule table with given costs: when each slot runs, the bubble, the live activations.
 
-The rules are the executor's (`schedule.py`): an exchange starts when the rank's previous exchange
-and previous action are over and ends when all its partners have started; an action waits for the
-rank's previous action, and for its exchange if that receives. So the timeline shows the waits of a
-real run, those caused by late receives included, and not only those of data.
-
-With one cost for all chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every rank
-(DeepSeek DualPipe), where F&B is an overlapped slot, B a full backward and W its weight part.
+The rules are the executor's (`schedule.py`), so the timeline shows the waits of a real run, those
+caused by late receives included. With one cost for all chunks, DualPipeV's bubble is
+`(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek DualPipe), where F&B is an overlapped slot, B a
+full backward and W its weight part.
 """
 
 from dataclasses import dataclass
@@ -92,15 +89,7 @@ def unit_schedule_costs(pp: int) -> ScheduleCosts:
 
 
 def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
-    """Run a table.
-
-    Args:
-        table: the schedule.
-        costs: durations of the `2 * pp` chunks.
-
-    Raises:
-        ValueError: costs for another number of chunks, or a table whose exchanges deadlock.
-    """
+    """Run a table; ValueError for another number of chunks, or exchanges that deadlock."""
     if len(costs.forward) != 2 * len(table):
         raise ValueError(f"costs hold {len(costs.forward)} chunks; {len(table)} ranks have twice")
     starts: list[list[float]] = [[] for _ in table]
