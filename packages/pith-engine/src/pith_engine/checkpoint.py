@@ -301,7 +301,9 @@ def _commit(
             process_group=mesh.world.group,  # a mesh may leave ranks of the default group out
             no_dist=mesh.world.size == 1,
         )
-    mine = [name for name in sorted(os.listdir(temporary)) if _writer_of(name) == mesh.world.rank]
+    names = sorted(os.listdir(temporary))
+    mine = [name for name in names if name.startswith(f"__{mesh.world.rank}_")]  # DCP's naming
+    mine += [name for name in names if mesh.world.rank == 0 and not name.startswith("__")]
     records = gather_objects({name: _record(temporary / name) for name in mine}, mesh.world)
     # 3. and 4. The manifest last, then the name.
     if mesh.world.rank == 0:
@@ -365,12 +367,6 @@ def _renamed_aside(path: Path) -> Path:
 def _folders(folder: Path, name: re.Pattern[str]) -> list[Path]:
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted(path for path in found if name.fullmatch(path.name) and path.is_dir())
-
-
-def _writer_of(name: str) -> int:
-    """The rank that wrote a DCP file: `__3_0.distcp` is rank 3's, `.metadata` is rank 0's."""
-    found = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
-    return int(found[1]) if found else 0
 
 
 def _record(path: Path) -> FileRecord:

@@ -256,18 +256,13 @@ def _check_frees(
     clocks: list[dict[Stream, int]],
     users: dict[Value, list[int]],
 ) -> None:
-    freed: dict[Value, int] = {}
-    for place, operation in enumerate(operations):
-        for value in operation.frees:
-            if value in freed or value not in users:
-                raise ValueError(f"{_name(value)} is freed twice or was never made")
-            freed[value] = place
-    for value, uses in users.items():
-        if (value in freed) != bool(uses):
-            raise ValueError(f"{_name(value)} must be freed exactly if another operation reads it")
-        if not uses:
-            continue
-        place = freed[value]
+    freed = {value: place for place, o in enumerate(operations) for value in o.frees}
+    wanted = {value for value, uses in users.items() if uses}
+    if sum(len(operation.frees) for operation in operations) != len(wanted) or set(freed) != wanted:
+        names = sorted(_name(value) for value in wanted ^ set(freed))
+        raise ValueError(f"read values must be freed exactly once, no others: {names or 'twice'}")
+    for value, place in freed.items():
+        uses = users[value]
         if place < max(uses):
             raise ValueError(f"{_name(value)} is freed at position {place}, before its last use")
         stream = _stream(value)

@@ -31,6 +31,7 @@ from pith_engine.runtime import Exchange, all_reduce, exchange
 from pith_engine.schedule import (
     Action,
     ActionKind,
+    Output,
     Slot,
     Transfer,
     TransferKind,
@@ -38,9 +39,6 @@ from pith_engine.schedule import (
     forward_only,
 )
 from pith_engine.stages import ChunkPass, Streams, run_operations
-
-Parcel = tuple[TransferKind, int, int]
-"""What travels: kind, the chunk that consumes it, the micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +109,7 @@ class _Step:
         self.pipeline, self.batches, self.loss_scale = pipeline, batches, loss_scale
         self.passes: dict[tuple[int, int], ChunkPass] = {}
         self.deferred: dict[tuple[int, int], WeightGradQueue] = {}
-        self.parcels: dict[Parcel, Tensor] = {}
+        self.parcels: dict[Output, Tensor] = {}
         self.started: list[Exchange] = []
         self.sums = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
         self.expert_counts: dict[int, Tensor] = {}
@@ -147,7 +145,7 @@ class _Step:
     def _exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         arriving = [(self._empty_hidden(transfer), transfer.peer) for transfer in receives]
         started = exchange(
-            [(self.parcels.pop(_parcel(t)).contiguous(), t.peer) for t in sends],
+            [(self.parcels.pop(t.output).contiguous(), t.peer) for t in sends],
             arriving,
             self.pipeline.mesh.pp,
         )
@@ -157,7 +155,7 @@ class _Step:
             self._drop_sent()
         self.started.append(started)
         for transfer, (tensor, _) in zip(receives, arriving, strict=True):
-            self.parcels[_parcel(transfer)] = tensor
+            self.parcels[transfer.output] = tensor
 
     def _drop_sent(self) -> None:
         for earlier in self.started:
@@ -172,13 +170,14 @@ class _Step:
             case ActionKind.BACKWARD:
                 self._compute(None, self.passes.pop(this))
             case ActionKind.BACKWARD_INPUT:
-                backward = self.passes.pop(this)
-                self._compute(None, backward, defer_weights=True)
-                self.deferred[this] = backward.weight_grads
+                there = self.passes.pop(this)
+                self._compute(None, there, defer_weights=True)
+                self.deferred[this] = there.weight_grads
             case ActionKind.WEIGHT:
                 self.deferred.pop(this).flush()
             case ActionKind.OVERLAP:
-                there = self.passes.pop((action.backward_chunk, action.backward_micro_batch))
+                _, backward = action.parts
+                there = self.passes.pop((backward.chunk, backward.micro_batch))
                 self._compute(self._open(this), there)
 
     def _open(self, place: tuple[int, int]) -> ChunkPass:
@@ -228,7 +227,3 @@ class _Step:
         num_tokens = self.batches[transfer.micro_batch].tokens.numel()
         size = (num_tokens, self.pipeline.hidden_size)
         return torch.empty(size, dtype=self.pipeline.dtype, device=self.pipeline.device)
-
-
-def _parcel(transfer: Transfer) -> Parcel:
-    return transfer.kind, transfer.chunk, transfer.micro_batch

@@ -74,6 +74,10 @@ class TransferKind(Enum):
     GRADIENT = "gradient"
 
 
+Output = tuple[TransferKind, int, int]
+"""What an action makes for another: kind, the consuming chunk, micro-batch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
     """One tensor on its way between two ranks, seen from one of them."""
@@ -86,6 +90,11 @@ class Transfer:
     """The micro-batch it belongs to."""
     peer: int
     """The other rank of the pp axis: the destination of a send, the source of a receive."""
+
+    @property
+    def output(self) -> Output:
+        """What travels, whoever looks at it."""
+        return self.kind, self.chunk, self.micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +126,6 @@ UNIT_COSTS = {
 def chunk_rank(chunk: int, pp: int) -> int:
     """The rank of the pp axis that holds a chunk in the V placement."""
     return min(chunk, 2 * pp - 1 - chunk)
-
-
-Output = tuple[TransferKind, int, int]
-"""What an action makes for another: kind, the consuming chunk, micro-batch."""
 
 
 def needed_output(part: Action, pp: int) -> Output | None:

@@ -156,10 +156,10 @@ def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
     for k, slot in enumerate(row):
         where = f"rank {rank}, slot {k}"
         for t in slot.receives:
-            output = (t.kind, t.chunk, t.micro_batch)
-            if output in received or output_source(output, pp) != t.peer or t.peer == rank:
+            source = output_source(t.output, pp)
+            if t.output in received or source != t.peer or source == rank:
                 raise ValueError(f"{where}: {t} is received twice, or not from the rank it is on")
-            received.add(output)
+            received.add(t.output)
         for part in slot.action.parts:
             need = needed_output(part, pp)
             if need is None:
@@ -173,11 +173,10 @@ def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
                 raise ValueError(f"{where}: {part} runs before its input is received")
         made.update(o for part in slot.action.parts if (o := made_output(part, pp)))
         for t in slot.sends:
-            output = (t.kind, t.chunk, t.micro_batch)
             is_right_peer = chunk_rank(t.chunk, pp) == t.peer != rank
-            if output not in made or output in sent or not is_right_peer:
+            if t.output not in made or t.output in sent or not is_right_peer:
                 raise ValueError(f"{where}: {t} is sent twice, unmade or to the wrong rank")
-            sent.add(output)
+            sent.add(t.output)
     unsent = {o for o in made if chunk_rank(o[1], pp) != rank} - sent
     if unsent or received != used:
         raise ValueError(f"rank {rank}: never sent {unsent}, never used {received - used}")
@@ -190,11 +189,9 @@ def _partners(table: ScheduleTable) -> list[list[list[tuple[int, int]]]]:
     for rank, row in enumerate(table):
         for k, slot in enumerate(row):
             for t in slot.sends:
-                fact = (k + 1, (t.kind, t.chunk, t.micro_batch))
-                sent.setdefault((rank, t.peer), []).append(fact)
+                sent.setdefault((rank, t.peer), []).append((k + 1, t.output))
             for t in slot.receives:
-                fact = (k, (t.kind, t.chunk, t.micro_batch))
-                received.setdefault((t.peer, rank), []).append(fact)
+                received.setdefault((t.peer, rank), []).append((k, t.output))
     partners: list[list[list[tuple[int, int]]]] = [[[] for _ in range(len(r) + 1)] for r in table]
     for source, target in sorted({*sent, *received}):
         out, into = sent.get((source, target), []), received.get((source, target), [])

@@ -49,7 +49,7 @@ from pith_engine.expert_parallel import (
     return_rows,
     route_tokens,
 )
-from pith_engine.mesh import Mesh
+from pith_engine.mesh import Axis, Mesh
 from pith_engine.overlap import READS, Operation, OperationKind, Stream, Value
 
 
@@ -102,7 +102,9 @@ class Streams:
             cuda_stream.wait_event(event)
         with torch.cuda.stream(cuda_stream):
             yield
-        done.append(cuda_stream.record_event())
+        event = torch.cuda.Event()
+        event.record(cuda_stream)
+        done.append(event)
 
 
 class ChunkPass:
@@ -157,12 +159,17 @@ class ChunkPass:
         segment.roots += [_edge(root) for root in (routing.weights, *self._balance(routing))]
         return pack_tokens(tokens, route), pack_metadata(routing, route)
 
-    def forward_dispatch(self, index: int, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Send tokens and their metadata to the ranks of their experts."""
+    def send_to_experts(
+        self, index: int, rows: tuple[Tensor, ...], axis: Axis
+    ) -> tuple[Tensor, ...]:
+        """Forward dispatch: tokens and metadata. Backward combine: gradients of combined tokens."""
         route = self.segments[index].route
-        if route is None:
-            return rows
-        return tuple(exchange_rows(row, route, self.mesh.ep) for row in rows)
+        return rows if route is None else tuple(exchange_rows(row, route, axis) for row in rows)
+
+    def send_back(self, index: int, rows: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
+        """Forward combine: partial sums. Backward dispatch: gradients of tokens and weights."""
+        route = self.segments[index].route
+        return rows if route is None else tuple(return_rows(row, route, axis) for row in rows)
 
     def forward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the layer's experts on what arrived; returns one partial sum per row."""
@@ -177,13 +184,6 @@ class ChunkPass:
         if arrival is None:
             return (root.detach(),)
         return (weighted_partial_sums(root.detach(), arrival.weights, arrival.plan),)
-
-    def forward_combine(self, index: int, partial_sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the partial sums to the ranks of their tokens."""
-        route = self.segments[index].route
-        if route is None:
-            return partial_sums
-        return (return_rows(partial_sums[0], route, self.mesh.ep),)
 
     def backward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Backward of a segment; returns the gradient rows of the layer below it."""
@@ -200,11 +200,6 @@ class ChunkPass:
         route = self.segments[index - 1].route
         return (grads[0] if route is None else pack_tokens(grads[0], route),)
 
-    def backward_combine(self, index: int, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Send the gradients of combined tokens to the ranks of their experts."""
-        route = self.segments[index].route
-        return rows if route is None else (exchange_rows(rows[0], route, self.mesh.ep_backward),)
-
     def backward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Input gradients of the experts; their weight gradients go to `weight_grads`."""
         call = self.expert_calls.pop(index)
@@ -218,13 +213,6 @@ class ChunkPass:
         torch.autograd.backward([call.root], [outputs_grad])
         return sum_pairs(_gradient(call.leaf), plan), weights_grad
 
-    def backward_dispatch(self, index: int, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the gradients of dispatched tokens and weights to the ranks of their tokens."""
-        route = self.segments[index].route
-        if route is None:
-            return rows
-        return tuple(return_rows(row, route, self.mesh.ep_backward) for row in rows)
-
     def _segment_leaves(self, index: int, arrived: tuple[Tensor, ...]) -> list[Tensor]:
         values = [] if self.hidden is None else [self.hidden]
         if index > 0:
@@ -232,6 +220,7 @@ class ChunkPass:
             combined = arrived[0]
             if below.route is not None:
                 combined = sum_ranks(combined, below.route.plan)
+            assert below.residual is not None, "the segment below has run, and only once"
             values, below.residual = [combined, below.residual], None
             if self.loss_scale is None:
                 del self.segments[index - 1]
@@ -305,19 +294,19 @@ def _run(side: ChunkPass, operation: Operation, arrived: tuple[Tensor, ...]) -> 
         case OperationKind.FORWARD_SEGMENT:
             return side.forward_segment(index, arrived)
         case OperationKind.FORWARD_DISPATCH:
-            return side.forward_dispatch(index, arrived)
+            return side.send_to_experts(index, arrived, side.mesh.ep)
         case OperationKind.FORWARD_EXPERTS:
             return side.forward_experts(index, arrived)
         case OperationKind.FORWARD_COMBINE:
-            return side.forward_combine(index, arrived)
+            return side.send_back(index, arrived, side.mesh.ep)
         case OperationKind.BACKWARD_SEGMENT:
             return side.backward_segment(index, arrived)
         case OperationKind.BACKWARD_COMBINE:
-            return side.backward_combine(index, arrived)
+            return side.send_to_experts(index, arrived, side.mesh.ep_backward)
         case OperationKind.BACKWARD_EXPERTS:
             return side.backward_experts(index, arrived)
         case OperationKind.BACKWARD_DISPATCH:
-            return side.backward_dispatch(index, arrived)
+            return side.send_back(index, arrived, side.mesh.ep_backward)
         case OperationKind.BACKWARD_WEIGHT:
             side.weight_grads.flush()
             return ()
