@@ -1,7 +1,7 @@
 """The only list of model families: from a configuration to chunks, tensors and counts.
 
-Every question about "which model is this" is answered by a `match` in this file and nowhere else.
-To add a family: write its file, add its configuration to `ModelConfig` and one arm to each `match`.
+"Which model is this" is answered by a `match` in this file and nowhere else. To add a family: write
+its file, add its configuration to `ModelConfig` and one arm to each `match`.
 """
 
 from dataclasses import dataclass
@@ -58,14 +58,7 @@ def build_chunks(
 ) -> list[ModelChunk]:
     """Build this rank's two chunks on the meta device: chunk r and chunk `2 * pp - 1 - r`.
 
-    Args:
-        config: the model.
-        mesh: gives the pp rank r and how many experts a rank holds; needs no process groups.
-        layers_per_chunk: layers of each of the `2 * pp` chunks.
-        attention_backend: which kernel computes attention.
-
-    Raises:
-        ValueError: if the layers or the experts do not fit the mesh.
+    The mesh needs no process groups; a ValueError if layers or experts do not fit it.
     """
     num_chunks = 2 * mesh.pp.size
     if len(layers_per_chunk) != num_chunks or sum(layers_per_chunk) != config.num_hidden_layers:
@@ -106,11 +99,7 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
 
 
 def model_config_from_hf(fields: dict) -> ModelConfig:
-    """Read the content of a Hugging Face `config.json`.
-
-    Raises:
-        ValueError: naming an architecture or a field that is not implemented.
-    """
+    """Read a `config.json`; a ValueError names an architecture or field that is not implemented."""
     match fields.get("model_type"):
         case "qwen3_moe":
             return Qwen3MoeConfig.from_hf(fields)

@@ -1,16 +1,12 @@
 """Hugging Face folders: read and written tensor by tensor, with a strict account of every key.
 
 A checkpoint of ours names *canonical* tensors ("layers.3.experts_gate_proj", `[E, I, H]`); a
-Hugging Face file holds one entry per expert. A model file lists its canonical tensors as
-`CanonicalTensor` facts; everything here works on such a list and knows no model family.
+Hugging Face file holds one entry per expert. Everything here works on a model's list of
+`CanonicalTensor` facts and knows no family. Both directions go through `Mapping[str, Tensor]` whose
+values are made when asked for, so memory stays at one canonical tensor, plus one file when writing.
 
-Both directions go through `Mapping[str, Tensor]` whose values are made when asked for:
-`HuggingFaceTensors` reads a folder that way, `export_tensors` takes any such mapping (a checkpoint
-opened lazily). So memory stays at one canonical tensor, plus one output file when writing.
-
-The account is strict: a key that is missing, unexpected or of another shape is an error that lists
-it, raised before any value is read. The trap that this guards against is a silent partial load,
-which trains and evaluates plausibly.
+The trap is a silent partial load, which trains and evaluates plausibly: a key that is missing,
+unexpected or of another shape is an error that lists it, before any value is read.
 """
 
 import json
@@ -69,16 +65,10 @@ class CanonicalTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyAccount:
-    """What became of every key of a Hugging Face folder."""
+    """What becomes of the keys of a Hugging Face folder that holds exactly the model's."""
 
     num_loaded: int
     """Keys that are read."""
-    unexpected: tuple[str, ...]
-    """Keys of the files that the model does not have."""
-    missing: tuple[str, ...]
-    """Keys of the model that the files do not have."""
-    wrong_shapes: tuple[str, ...]
-    """Keys with both shapes, where they differ."""
     dtype_changes: tuple[tuple[str, str, int], ...]
     """`(from, to, number of keys)` for values converted while reading."""
 
@@ -86,46 +76,29 @@ class KeyAccount:
         """The account in one line."""
         changes = [f"{n} keys {old} -> {new}" for old, new, n in self.dtype_changes] or ["none"]
         return (
-            f"keys: {self.num_loaded} loaded, {len(self.unexpected)} unexpected, "
-            f"{len(self.missing)} missing; dtype changes: {', '.join(changes)}"
+            f"keys: {self.num_loaded} loaded, 0 unexpected, 0 missing; "
+            f"dtype changes: {', '.join(changes)}"
         )
 
 
 class HuggingFaceTensors(Mapping[str, Tensor]):
-    """The canonical tensors of a Hugging Face folder, each read when asked for.
+    """The canonical tensors of a Hugging Face folder, each read as `dtype` when asked for.
 
-    Attributes:
-        account: the key account, without faults once the object exists.
+    A ValueError lists every missing, unexpected and misshapen key, or says what is wrong with the
+    folder's index.
     """
 
     def __init__(self, folder: Path, layout: Sequence[CanonicalTensor], dtype: torch.dtype):
-        """Check every key and shape against the layout; read no value yet.
-
-        Args:
-            folder: holds `model.safetensors`, or several files and their index.
-            layout: all canonical tensors of the model.
-            dtype: what values are converted to.
-
-        Raises:
-            ValueError: listing missing, unexpected and misshapen keys, or files that the index
-                names and the folder lacks, or an index at odds with its files.
-        """
         self._layout = {tensor.name: tensor for tensor in layout}
         self._dtype = dtype
         self._files, shapes, dtypes = _read_headers(folder)
-        self.account = _count_keys(layout, shapes, dtypes, dtype)
-        account = self.account
-        faults = [
-            f"{label} ({len(keys)}): {_first(keys)}"
-            for label, keys in [
-                ("missing keys", account.missing),
-                ("unexpected keys", account.unexpected),
-                ("wrong shapes", account.wrong_shapes),
-            ]
-            if keys
-        ]
-        if faults:
-            raise ValueError(f"{folder} does not hold this model: " + "; ".join(faults))
+        _check_keys(folder, layout, shapes)
+        new = str(dtype).removeprefix("torch.")
+        changes = Counter(old for old in dtypes.values() if old != new)
+        self.account = KeyAccount(
+            num_loaded=len(shapes),
+            dtype_changes=tuple((old, new, number) for old, number in sorted(changes.items())),
+        )
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._layout[name]
@@ -147,11 +120,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
 
 
 def read_hf_config(folder: Path) -> dict:
-    """Read `config.json` of a Hugging Face folder.
-
-    Raises:
-        ValueError: if the folder has none.
-    """
+    """Read `config.json` of a Hugging Face folder; a ValueError if it has none."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a Hugging Face folder: it has no config.json")
@@ -172,22 +141,11 @@ def export_tensors(
 ) -> None:
     """Write a Hugging Face folder that transformers and vLLM open without an edit.
 
-    Everything goes to `out` + ".tmp", which is renamed to `out` when complete.
-
-    Args:
-        tensors: canonical name -> tensor of any dtype; asked for one at a time, in layout order.
-        layout: all canonical tensors of the model.
-        config_fields: the content of `config.json`; the dtype is added.
-        out: the folder to make.
-        dtype: dtype of the written values.
-        companions: a folder whose tokenizer files and generation config are copied; None: nothing.
-        max_file_bytes: a new file starts before this size is passed.
-        replace: whether `out` may exist; it is then deleted once the new folder is complete.
-        on_written: called with the number of bytes after every canonical tensor.
-
-    Raises:
-        ValueError: if `out` exists without `replace`, or the tensors are not exactly those of the
-            layout.
+    It is made as `out` + ".tmp" and renamed when complete. `tensors` are asked for one at a time in
+    the order of `layout`, whose names they must have; the dtype is added to `config_fields`;
+    `companions` is a folder whose tokenizer files and generation config are copied; a new file
+    starts before `max_file_bytes` is passed; `on_written` hears each canonical tensor's bytes.
+    A ValueError if `out` exists without `replace`, or the tensors are not those of the layout.
     """
     if out.exists() and not replace:
         raise ValueError(f"{out} exists: choose another folder or remove it")
@@ -202,8 +160,9 @@ def export_tensors(
     temporary = out.with_name(out.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    if companions is not None:
-        copy_companions(companions, temporary)
+    for name in COMPANION_FILES:
+        if companions is not None and (companions / name).is_file():
+            shutil.copyfile(companions / name, temporary / name)
     fields = {**config_fields, "torch_dtype": str(dtype).removeprefix("torch.")}
     _write_json(temporary / "config.json", fields)
     _write_files(tensors, layout, temporary, dtype, max_file_bytes, on_written)
@@ -214,14 +173,6 @@ def export_tensors(
         shutil.rmtree(replaced)
     else:
         temporary.rename(out)
-
-
-def copy_companions(source: Path, destination: Path) -> list[str]:
-    """Copy the tokenizer files and generation config that `source` has; return their names."""
-    names = [name for name in COMPANION_FILES if (source / name).is_file()]
-    for name in names:
-        shutil.copyfile(source / name, destination / name)
-    return names
 
 
 def _read_headers(
@@ -253,28 +204,26 @@ def _read_headers(
     return files, shapes, dtypes
 
 
-def _count_keys(
-    layout: Sequence[CanonicalTensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, str],
-    dtype: torch.dtype,
-) -> KeyAccount:
-    """Compare the keys of the files with those of the model."""
+def _check_keys(
+    folder: Path, layout: Sequence[CanonicalTensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
     wanted = {key: tensor.key_shape for tensor in layout for key in tensor.keys}
-    loaded = wanted.keys() & shapes.keys()
-    new = str(dtype).removeprefix("torch.")
-    changes = Counter(dtypes[key] for key in loaded if dtypes[key] != new)
-    return KeyAccount(
-        num_loaded=len(loaded),
-        unexpected=tuple(sorted(shapes.keys() - wanted.keys())),
-        missing=tuple(sorted(wanted.keys() - shapes.keys())),
-        wrong_shapes=tuple(
-            f"{key} {list(shapes[key])}, expected {list(wanted[key])}"
-            for key in sorted(loaded)
-            if shapes[key] != wanted[key]
-        ),
-        dtype_changes=tuple((old, new, number) for old, number in sorted(changes.items())),
-    )
+    wrong_shapes = [
+        f"{key} {list(shapes[key])}, expected {list(wanted[key])}"
+        for key in sorted(wanted.keys() & shapes.keys())
+        if shapes[key] != wanted[key]
+    ]
+    faults = [
+        f"{label} ({len(keys)}): {_first(keys)}"
+        for label, keys in (
+            ("missing keys", sorted(wanted.keys() - shapes.keys())),
+            ("unexpected keys", sorted(shapes.keys() - wanted.keys())),
+            ("wrong shapes", wrong_shapes),
+        )
+        if keys
+    ]
+    if faults:
+        raise ValueError(f"{folder} does not hold this model: " + "; ".join(faults))
 
 
 def _write_files(
@@ -286,48 +235,44 @@ def _write_files(
     on_written: Callable[[int], object] | None,
 ) -> None:
     """Write the weights in one file, or in several with their index."""
-    files = _plan_files(layout, dtype, max_file_bytes)
-    total = sum(prod(tensor.shape) for tensor in layout)
+    weight_map = _plan_files(layout, dtype, max_file_bytes)
     pending: dict[str, Tensor] = {}
-    names = iter(files)
-    name = next(names)
+    name = weight_map[layout[0].keys[0]]
     for tensor in layout:
         value = tensors[tensor.name]
         if tuple(value.shape) != tensor.shape:
             raise ValueError(f"{tensor.name} is {list(value.shape)}, expected {tensor.shape}")
         # One clone per key: a file stores each tensor whole, not a view into the stack.
         for key, view in zip(tensor.keys, tensor.slices(value.detach()), strict=True):
-            if key not in files[name]:
+            if weight_map[key] != name:
                 save_file(pending, folder / name, metadata={"format": "pt"})
-                pending, name = {}, next(names)
+                pending, name = {}, weight_map[key]
             pending[key] = view.to("cpu", dtype, copy=True).contiguous()
         if on_written is not None:
             on_written(prod(tensor.shape) * dtype.itemsize)
     save_file(pending, folder / name, metadata={"format": "pt"})
-    if len(files) > 1:
-        weight_map = {key: name for name, keys in files.items() for key in keys}
+    if name != SINGLE_FILE:
+        total = sum(prod(tensor.shape) for tensor in layout)
         metadata = {"total_size": total * dtype.itemsize, "total_parameters": total}
         _write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
 
 
 def _plan_files(
     layout: Sequence[CanonicalTensor], dtype: torch.dtype, max_file_bytes: int
-) -> dict[str, set[str]]:
-    """Spread the keys, in layout order, over files; file name -> its keys."""
-    groups: list[set[str]] = [set()]
-    filled = 0
+) -> dict[str, str]:
+    """Spread the keys, in layout order, over files; key -> file name."""
+    numbers: dict[str, int] = {}
+    number, filled = 1, 0
     for tensor in layout:
         size = prod(tensor.key_shape) * dtype.itemsize
         for key in tensor.keys:
-            if groups[-1] and filled + size > max_file_bytes:
-                groups.append(set())
-                filled = 0
-            groups[-1].add(key)
+            if filled and filled + size > max_file_bytes:
+                number, filled = number + 1, 0
+            numbers[key] = number
             filled += size
-    if len(groups) == 1:
-        return {SINGLE_FILE: groups[0]}
-    number = len(groups)
-    return {f"model-{i:05}-of-{number:05}.safetensors": keys for i, keys in enumerate(groups, 1)}
+    if number == 1:
+        return dict.fromkeys(numbers, SINGLE_FILE)
+    return {key: f"model-{i:05}-of-{number:05}.safetensors" for key, i in numbers.items()}
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

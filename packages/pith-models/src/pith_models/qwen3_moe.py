@@ -9,12 +9,9 @@ Formulas (Qwen3 technical report, arXiv 2505.09388; x is `[T, H]`, n_* are RMS n
     experts     y = sum over K experts of p_e * Wdown_e (silu(Wgate_e u) * (Wup_e u)),  u = n(h)
     layer       h + y;  a dense layer has one such MLP of width `intermediate_size` and no router
 
-Layouts: T tokens, H hidden, D head dim, E experts on this rank, I expert width. `hidden` is always
-`[T, H]`. Gate and up are stored as one tensor `[E, 2 * I, H]`, gate rows first, so that one grouped
-GEMM makes both; checkpoints and Hugging Face files see two tensors (`parts`).
-
-The trap: `head_dim` is its own field and need not be `hidden_size / num_attention_heads` (it is 128
-with hidden 2048 and 32 heads in Qwen3-30B-A3B).
+T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are stored as
+one tensor `[E, 2 * I, H]`, gate rows first; checkpoints and Hugging Face files see two (`parts`).
+The trap: `head_dim` need not be `hidden_size / num_attention_heads` (Qwen3-30B-A3B: 128, not 64).
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -114,9 +111,7 @@ class Qwen3MoeConfig:
     def from_hf(hf_fields: dict) -> "Qwen3MoeConfig":
         """Read the fields of a `config.json`, in the spelling of transformers 4 or 5.
 
-        Raises:
-            ValueError: naming every key that is missing, unknown or has a value whose meaning is
-                not implemented here; none is ever dropped silently.
+        A ValueError names every key that is missing, unknown or of a value not implemented here.
         """
         faults = [
             f"{key} = {hf_fields[key]!r}: only {allowed} is implemented"
@@ -130,9 +125,8 @@ class Qwen3MoeConfig:
             if key not in known and not key.startswith("_")
         ]
         faults += [f"{key}: missing" for key in _PLAIN_HF_FIELDS if hf_fields.get(key) is None]
-        experts = [
-            hf_fields[key] for key in ("num_experts", "num_local_experts") if key in hf_fields
-        ]
+        spellings = ("num_experts", "num_local_experts")
+        experts = [hf_fields[key] for key in spellings if key in hf_fields]
         if len(set(experts)) != 1:
             faults.append(f"num_experts, num_local_experts: one value needed, found {experts}")
         theta = _rope_theta(hf_fields, faults)
@@ -214,26 +208,21 @@ class Qwen3MoeSparseLayer(nn.Module):
         super().__init__()
         self.config, self.num_local_experts = config, num_local_experts
         H, I, E = config.hidden_size, config.moe_intermediate_size, num_local_experts
-        std = config.initializer_range
+        std, parts = config.initializer_range, ("experts_gate_proj", "experts_up_proj")
         self.self_attention = Qwen3MoeAttention(config, backend)
         self.mlp_norm = declare((H,), Role.NORM)
         self.router = declare((config.num_experts, H), Role.ROUTER, std=std)
-        self.experts_gate_up = declare(
-            (E, 2 * I, H),
-            Role.EXPERT_MATRIX,
-            std=std,
-            parts=("experts_gate_proj", "experts_up_proj"),
-        )
+        self.experts_gate_up = declare((E, 2 * I, H), Role.EXPERT_MATRIX, std=std, parts=parts)
         self.experts_down_proj = declare((E, H, I), Role.EXPERT_MATRIX, std=std)
 
     def attention(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Routing]:
         """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, routing."""
         residual = self.self_attention(hidden, batch)
         tokens = rms_norm(residual, self.mlp_norm, self.config.rms_norm_eps)
+        logits = router_logits(tokens, self.router)
+        config = self.config
         ids, weights, scores = softmax_topk(
-            router_logits(tokens, self.router),
-            self.config.num_experts_per_tok,
-            self.config.norm_topk_prob,
+            logits, config.num_experts_per_tok, config.norm_topk_prob
         )
         routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids)
         return tokens, residual, routing
@@ -262,9 +251,8 @@ class Qwen3MoeDenseLayer(nn.Module):
         H, I, std = config.hidden_size, config.intermediate_size, config.initializer_range
         self.self_attention = Qwen3MoeAttention(config, backend)
         self.mlp_norm = declare((H,), Role.NORM)
-        self.mlp_gate_up = declare(
-            (2 * I, H), Role.MATRIX, std=std, parts=("mlp_gate_proj", "mlp_up_proj")
-        )
+        parts = ("mlp_gate_proj", "mlp_up_proj")
+        self.mlp_gate_up = declare((2 * I, H), Role.MATRIX, std=std, parts=parts)
         self.mlp_down_proj = declare((H, I), Role.MATRIX, std=std)
 
     def attention(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, None]:
