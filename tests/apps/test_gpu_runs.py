@@ -1,0 +1,40 @@
+"""The demo on one and two GPUs over NCCL: the mesh must not change the losses."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+STEPS = 6
+NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs needed")
+
+
+def run_demo(folder, name, *options, gpus="0,1"):
+    """Losses and gradient norms of a short run in its own processes."""
+    command = [sys.executable, "-m", "pith_apps.cli", "pretrain", "demo", "--name", name]
+    command += ["--runs-folder", str(folder), "--train.steps", str(STEPS), *options]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    steps = [record for record in records if "loss" in record]
+    assert len(steps) == STEPS
+    return [(record["loss"], record["grad_norm"]) for record in steps]
+
+
+@pytest.mark.gpus2
+@NEEDS_TWO
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 2e-2)])
+def test_two_gpus_give_the_losses_of_one(tmp_path, dtype, tolerance):
+    single = ["--mesh.pp", "1", "--mesh.ep", "1", "--train.dtype", dtype]
+    one = run_demo(tmp_path, "one", *single, gpus="0")
+    assert one[0][0] == pytest.approx(8.34, abs=0.05), "ln 4096 before the first update"
+    for name, sizes in {"ep2": (1, 2), "pp2": (2, 1)}.items():
+        pp, ep = map(str, sizes)
+        mesh = ["--mesh.pp", pp, "--mesh.ep", ep, "--train.dtype", dtype]
+        for found, expected in zip(run_demo(tmp_path, name, *mesh), one, strict=True):
+            assert found == pytest.approx(expected, rel=tolerance)
