@@ -22,20 +22,21 @@ def main(names: list[str]) -> int:
         print(__doc__)
         return 1
     files = {path: path.read_text() for path in sorted(ROOT.glob("packages/*/src/**/*.py"))}
-    unknown = [name for name in names if not show(name, files)]
+    trees = {path: ast.parse(text) for path, text in files.items()}
+    unknown = [name for name in names if not show(name, files, trees)]
     if unknown:
         print(f"no such name: {', '.join(unknown)}")
     return 1 if unknown else 0
 
 
-def show(name: str, files: dict[Path, str]) -> bool:
+def show(name: str, files: dict[Path, str], trees: dict[Path, ast.Module]) -> bool:
     """Print one name and its uses; whether it was found."""
     found = False
     module, _, symbol = name.rpartition(":")
     for path, text in files.items():
         if module and path.name != module:
             continue
-        tree = ast.parse(text)
+        tree = trees[path]
         nodes = [tree.body[0]] if path.name == name else find(tree, symbol)
         for node in nodes:
             found = True

@@ -11,6 +11,7 @@ or 1.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(arguments)
     if not any(option.startswith("--train.steps") for option in overrides):
         overrides += ["--train.steps", "20"]
+    # A terminated script still removes its worktree.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         base = resolve(options.base)
         candidate = resolve(options.candidate) if options.candidate else working_tree()
