@@ -7,8 +7,8 @@ from pith_engine.contract import plain_layer
 from pith_engine.mesh import Mesh
 from pith_engine.overlap import interleave
 from pith_engine.stages import ChunkPass, Streams, run_operations
-from toy_model import HIDDEN, ToyChunk, toy_batches
 from torch import nn
+from toy_model import HIDDEN, ToyChunk, toy_batches
 
 CPU = torch.device("cpu")
 SCALE = torch.tensor(0.37, dtype=torch.float64)
