@@ -1,23 +1,15 @@
 """The mesh: which rank does what, as one frozen object that is passed to constructors.
 
-Ranks are numbered with the axes (pp, dp, cp, ep) from outer to inner:
+Ranks are numbered with the axes (pp, dp, cp, ep) from outer to inner,
 
     rank = ((pp * DP + dp) * CP + cp) * EP + ep
 
-so ep neighbours are adjacent (they exchange most bytes, and stay inside a node) and pipeline stages
-are farthest apart (they exchange least). EP ranks read different data: for everything but experts
-they are data-parallel. CP ranks share a sequence. Beside the four axes a mesh holds those that
-parameters and counts use:
+so ep neighbours, who exchange most, are adjacent and pipeline stages farthest apart. EP ranks read
+different data: for everything but experts they are data-parallel. CP ranks share a sequence.
 
-    data         dp x cp x ep   shards of dense parameters, token counts
-    expert_data  dp x cp        shards of experts, which ep has split already
-    ep_backward  same ranks as ep, a second communicator: a backward's all-to-alls do not queue
-                 behind a forward's
-    world        all ranks of the mesh
-
-torch's DeviceMesh does not serve here: it cannot be made without a process group, gives no second
-communicator over the same ranks, and takes no timeout. The trap: every rank of the *default* group
-must call `Mesh.create`, those beyond the mesh too, because torch creates groups collectively.
+torch's DeviceMesh cannot be made without a process group, gives no second communicator over the
+same ranks, and takes no timeout. The trap: every rank of the *default* group must call
+`Mesh.create`, those beyond the mesh too, because torch creates groups collectively.
 """
 
 import re
@@ -28,9 +20,6 @@ from itertools import product
 from torch import distributed
 
 AXIS_NAMES = ("pp", "dp", "cp", "ep")
-
-GroupKey = tuple[bool, tuple[int, ...]]
-"""Which communicator: whether it is the backward's own, and its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +63,13 @@ class MeshConfig:
 
 
 def parse_mesh(label: str) -> MeshConfig:
-    """Read the short form `pp2-ep2` (axes in any order, each at most once) or `single`.
-
-    Raises:
-        ValueError: the label is anything else.
-    """
-    found = re.findall(r"(pp|dp|cp|ep)([1-9][0-9]*)(?:-|$)", label)
-    sizes = {name: int(size) for name, size in found}
-    if label != "single" and (
-        len(sizes) != len(found) or "-".join(n + s for n, s in found) != label or not found
-    ):
+    """Read `single` or the short form `pp2-ep2` (axes in any order, each at most once)."""
+    if label == "single":
+        return MeshConfig()
+    parts = label.split("-")
+    found = [re.fullmatch(r"(pp|dp|cp|ep)([1-9][0-9]*)", part) for part in parts]
+    sizes = {match[1]: int(match[2]) for match in found if match}
+    if len(sizes) < len(parts):
         raise ValueError(f"mesh {label!r}: expected axes pp, dp, cp, ep with sizes, as in pp2-ep2")
     return MeshConfig(**sizes)
 
@@ -121,11 +107,11 @@ class Mesh:
     ep: Axis
     """Ranks that share a layer's experts; carries the forward's all-to-alls."""
     ep_backward: Axis
-    """The same ranks as `ep` with a communicator of their own for the backward's all-to-alls."""
+    """The same ranks, a second communicator: a backward does not queue behind a forward."""
     data: Axis
     """dp x cp x ep: shards of dense parameters, counts of tokens."""
     expert_data: Axis
-    """dp x cp: shards of experts."""
+    """dp x cp: shards of experts, which ep has split already."""
     world: Axis
     """All ranks of the mesh."""
 
@@ -136,28 +122,17 @@ class Mesh:
 
     @classmethod
     def plan(cls, config: MeshConfig, rank: int) -> "Mesh":
-        """A mesh without groups, for models on the meta device and for planning.
-
-        Raises:
-            ValueError: `rank` lies outside the mesh.
-        """
+        """A mesh without groups, for models on the meta device and for planning."""
         if not 0 <= rank < config.world_size:
             raise ValueError(f"rank {rank} of mesh {config.label}: 0 to {config.world_size - 1}")
         return cls(config=config, rank=rank, **_axes(config, rank, {}))
 
     @classmethod
     def create(cls, config: MeshConfig, timeout: timedelta) -> "Mesh | None":
-        """Create the groups over the first `config.world_size` ranks of the default group.
+        """Create groups over the first `config.world_size` ranks; None on the ranks beyond.
 
-        Every rank of the default process group must call it. Axes with the same ranks share a
-        communicator, `ep_backward` excepted.
-
-        Args:
-            config: sizes of the axes.
-            timeout: after which a collective on any of the groups fails.
-
-        Returns:
-            The mesh, or None on ranks beyond it.
+        Axes with the same ranks share a communicator, `ep_backward` excepted. A collective fails
+        after `timeout`.
 
         Raises:
             ValueError: the default group has fewer ranks than the mesh.
@@ -167,10 +142,10 @@ class Mesh:
             raise ValueError(
                 f"mesh {config.label} needs {config.world_size} processes, {available} are running"
             )
-        groups: dict[GroupKey, distributed.ProcessGroup | None] = {}
+        groups: _Groups = {}
         for name in _MEMBERS:
             for rank in range(config.world_size):
-                key = _group_key(name, _ranks_of(name, config, rank))
+                key = name == "ep_backward", _ranks_of(name, config, rank)
                 if len(key[1]) > 1 and key not in groups:
                     group = distributed.new_group(list(key[1]), timeout=timeout)
                     # Ranks outside the group get a number.
@@ -194,9 +169,7 @@ class Mesh:
 def describe_mesh(config: MeshConfig, ranks_per_node: int) -> str:
     """A table of axes: size, stride between neighbours, whether it crosses nodes, what it carries.
 
-    Args:
-        config: sizes of the axes.
-        ranks_per_node: processes on one machine; node of rank r is `r // ranks_per_node`.
+    Rank r runs on node `r // ranks_per_node`.
     """
     lines = [f"{'axis':<12} {'size':>5} {'stride':>7}  {'crosses nodes':<14} carries"]
     for name, (_, purpose) in _MEMBERS.items():
@@ -218,33 +191,26 @@ def mesh_violations(
     num_layers: int,
     num_micro_batches: int,
 ) -> list[str]:
-    """Everything that keeps this mesh from training this model, with values that would do.
+    """One line for each thing that keeps this mesh from training this model, with valid values.
 
-    Args:
-        config: sizes of the axes.
-        world_size: processes that run.
-        num_experts: experts of a layer; 0 for a dense model.
-        num_layers: decoder layers.
-        num_micro_batches: micro-batches of a step over all ranks.
-
-    Returns:
-        One line a violation, empty when the mesh fits.
+    `num_experts` (0: dense) are those of a layer, `num_micro_batches` those of a step over all
+    ranks; `world_size` processes run.
     """
-    wrong = []
-    if config.world_size != world_size:
-        product_text = " x ".join(f"{n} {s}" for n, s in zip(AXIS_NAMES, config.sizes, strict=True))
-        fits = feasible_meshes(
-            world_size,
-            num_experts=num_experts,
-            num_layers=num_layers,
-            num_micro_batches=num_micro_batches,
-        )
-        names = ", ".join(mesh.label for mesh in fits) or "none"
-        wrong.append(
-            f"mesh: {product_text} = {config.world_size} processes, but {world_size} run; "
-            f"meshes that fit {world_size}: {names}"
-        )
-    return wrong + _model_violations(config, num_experts, num_layers, num_micro_batches)
+    wrong = _model_violations(config, num_experts, num_layers, num_micro_batches)
+    if config.world_size == world_size:
+        return wrong
+    sizes = " x ".join(f"{n} {s}" for n, s in zip(AXIS_NAMES, config.sizes, strict=True))
+    fits = feasible_meshes(
+        world_size,
+        num_experts=num_experts,
+        num_layers=num_layers,
+        num_micro_batches=num_micro_batches,
+    )
+    first = (
+        f"mesh: {sizes} = {config.world_size} processes, but {world_size} run; "
+        f"meshes that fit {world_size}: {', '.join(mesh.label for mesh in fits) or 'none'}"
+    )
+    return [first, *wrong]
 
 
 def feasible_meshes(
@@ -257,11 +223,8 @@ def feasible_meshes(
         for pp, ep in product(sizes, sizes)
         if world_size % (pp * ep) == 0
     ]
-    return [
-        mesh
-        for mesh in meshes
-        if not _model_violations(mesh, num_experts, num_layers, num_micro_batches)
-    ]
+    model = (num_experts, num_layers, num_micro_batches)
+    return [mesh for mesh in meshes if not _model_violations(mesh, *model)]
 
 
 def _model_violations(
@@ -283,10 +246,8 @@ def _model_violations(
             f"mesh.pp = {config.pp} cuts the model into {2 * config.pp} chunks, but it has "
             f"{num_layers} layers; at most {num_layers // 2}"
         )
-    step = config.num_batch_ranks
-    per_rank, rest = divmod(num_micro_batches, step)
-    if rest or per_rank < 2 * config.pp:
-        least = 2 * config.pp * step
+    step, least = config.num_batch_ranks, 2 * config.pp * config.num_batch_ranks
+    if num_micro_batches % step or num_micro_batches < least:
         wrong.append(
             f"{num_micro_batches} micro-batches a step over dp {config.dp} x ep {config.ep}: "
             f"a multiple of {step} that is at least {least} "
@@ -307,11 +268,11 @@ _MEMBERS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def _axes(
-    config: MeshConfig,
-    rank: int,
-    groups: dict[GroupKey, distributed.ProcessGroup | None],
-) -> dict[str, Axis]:
+_Groups = dict[tuple[bool, tuple[int, ...]], distributed.ProcessGroup | None]
+"""Whether it is the backward's own communicator, and its ranks -> the communicator."""
+
+
+def _axes(config: MeshConfig, rank: int, groups: _Groups) -> dict[str, Axis]:
     axes = {}
     for name in _MEMBERS:
         ranks = _ranks_of(name, config, rank)
@@ -320,27 +281,16 @@ def _axes(
             size=len(ranks),
             rank=ranks.index(rank),
             ranks=ranks,
-            group=groups.get(_group_key(name, ranks)),
+            group=groups.get((name == "ep_backward", ranks)),
         )
     return axes
 
 
-def _group_key(name: str, ranks: tuple[int, ...]) -> GroupKey:
-    return name == "ep_backward", ranks
-
-
 def _ranks_of(name: str, config: MeshConfig, rank: int) -> tuple[int, ...]:
     """Ranks that agree with `rank` in every axis that `name` does not span."""
-    spanned = _MEMBERS[name][0]
-    coordinates, rest = [], rank
-    for size in reversed(config.sizes):
-        rest, coordinate = divmod(rest, size)
-        coordinates.insert(0, coordinate)
-    choices = [
-        range(size) if axis in spanned else (coordinate,)
-        for axis, size, coordinate in zip(AXIS_NAMES, config.sizes, coordinates, strict=True)
-    ]
-    _, dp_size, cp_size, ep_size = config.sizes
-    return tuple(
-        ((pp * dp_size + dp) * cp_size + cp) * ep_size + ep for pp, dp, cp, ep in product(*choices)
-    )
+    ranks, stride = [rank], config.world_size
+    for axis, size in zip(AXIS_NAMES, config.sizes, strict=True):
+        stride //= size
+        if axis in _MEMBERS[name][0]:
+            ranks = [r + (i - r // stride % size) * stride for r in ranks for i in range(size)]
+    return tuple(ranks)
