@@ -3,7 +3,8 @@
 A small Qwen3-MoE learns the source code of Python's standard library: real text that is always
 there. On a CPU it runs pipeline and expert parallelism in four gloo processes (pp2 x ep2); on GPUs
 it uses one, two (ep2) or four (pp2 x ep2) of them. A unigram model reaches 79% of the loss of a
-uniform guess, so a held-out loss below 75% of its first value shows that context is used.
+uniform guess, so a held-out loss below 75% of its first value shows that context is used; 100 steps
+reach 69%.
 """
 
 import torch
@@ -29,15 +30,15 @@ def demo() -> RunConfig:
         mesh=demo_mesh(num_gpus),
         data=DataConfig(standard_library=True),
         train=TrainConfig(
-            steps=120,
+            steps=100,
             batch=8,
             sequence_length=256,
             device="cuda" if num_gpus else "cpu",
             dtype="bf16" if num_gpus else "fp32",
         ),
         lr=LearningRateConfig(schedule="cosine", peak=3e-3, warmup_steps=10, final_ratio=0.1),
-        evaluation=EvaluationConfig(interval=40, sequences=64),
-        checkpoint=CheckpointConfig(interval=40, keep=2),
+        evaluation=EvaluationConfig(interval=50, sequences=64),
+        checkpoint=CheckpointConfig(interval=25, keep=2),
     )
 
 
