@@ -7,8 +7,7 @@ from pith_ops.cross_entropy import (
 )
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
 
 T, H, V = 23, 6, 37
 
@@ -141,16 +140,24 @@ def test_losses_per_token():
     assert not total.requires_grad
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the largest number of elements of any tensor an operator returns."""
+class LargestTensor(TorchFunctionMode):
+    """Records the largest number of elements of any tensor that a call of torch returns."""
 
     numel = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.numel = max(self.numel, *sizes, 0)
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
         return result
+
+
+def test_the_largest_tensor_of_the_reference_is_seen():
+    hidden, weight, targets = operands()
+    with LargestTensor() as largest:
+        linear_cross_entropy_reference(hidden, weight, targets).backward()
+    assert largest.numel == T * V
 
 
 @pytest.mark.parametrize("grad", [True, False])

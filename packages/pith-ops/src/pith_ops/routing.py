@@ -12,7 +12,7 @@ sort cannot.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear as torch_linear
+from torch.nn import functional
 
 from pith_ops.device import accumulation_dtype
 
@@ -21,7 +21,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Scores before the softmax `[T, N]` of `x [T, H]` and `weight [N, H]`, accumulation dtype."""
     dtype = accumulation_dtype(torch.promote_types(x.dtype, weight.dtype))
     with torch.autocast(x.device.type, enabled=False):
-        return torch_linear(x.to(dtype), weight.to(dtype))
+        return functional.linear(x.to(dtype), weight.to(dtype))
 
 
 def softmax_topk(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor, Tensor]:
