@@ -6,7 +6,13 @@ import torch
 import torch.distributed as dist
 from engine_chunks import CPU, HIDDEN, declared_chunks, declared_units, whole_tensors
 from pith_engine.contract import DeclaredParameter, ModelChunk, Role, declare
-from pith_engine.fsdp import canonical_blocks, chunk_bounds, shard_chunks, sharded_parameters
+from pith_engine.fsdp import (
+    canonical_blocks,
+    chunk_bounds,
+    cut_block,
+    shard_chunks,
+    sharded_parameters,
+)
 from pith_engine.mesh import Mesh, MeshConfig
 from pith_engine.runtime import gather_objects
 from torch import nn
@@ -70,8 +76,7 @@ def gather_and_reduce(config, dtype):
         for unit in units:
             unit.reduce()
     return [
-        (p.name, p.role.is_expert, p.shard_dim, p.global_shape, p.offsets, p.grad, sent[p.name])
-        for p in order
+        (p.name, p.role.is_expert, p.global_shape, p.offsets, p.grad, sent[p.name]) for p in order
     ]
 
 
@@ -89,12 +94,10 @@ def test_gather_gives_the_whole_and_reduce_sums_over_the_axis(gloo_pool, dtype):
             for rank in range(4):
                 mesh = Mesh.plan(config, rank)
                 axis = mesh.expert_data if is_expert else mesh.data
-                _, _, dim, shape, offsets, grad, own = facts[rank][position]
-                total = sum(facts[peer][position][6] for peer in axis.ranks)
-                start = offsets[dim]
-                if is_expert and dim == 0:
-                    start -= mesh.ep.rank * own.shape[0]
-                block = total.narrow(dim, start, grad.shape[dim])
+                _, _, shape, offsets, grad, own = facts[rank][position]
+                total = sum(facts[peer][position][5] for peer in axis.ranks)
+                first = offsets[0] - (mesh.ep.rank * own.shape[0] if is_expert else 0)
+                block = cut_block(total, (first, *offsets[1:]), grad.shape)
                 # Sums in rank order on gloo: equal to the bit.
                 assert torch.equal(grad, block), (config.label, name)
                 assert shape[0] == own.shape[0] * (config.ep if is_expert else 1)
@@ -230,7 +233,7 @@ def few_experts():
         place = tuple(slice(o, o + n) for o, n in zip(p.offsets, p.grad.shape, strict=True))
         assert torch.equal(p.grad, total[place]), p.name
     experts = [p for p in order if p.role is Role.EXPERT_MATRIX]
-    assert all(p.shard_dim == 2 and p.shard.is_contiguous() for p in experts)
+    assert all(p.shard.shape[0] == 2 and p.shard.is_contiguous() for p in experts)
     return [p.shard.shape[2] for p in experts]
 
 

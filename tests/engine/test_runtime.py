@@ -154,6 +154,7 @@ def test_launchers():
     )
     slurm = {
         "SLURM_JOB_ID": "1234567",
+        "SLURM_STEP_ID": "3",
         "SLURM_PROCID": "9",
         "SLURM_LOCALID": "1",
         "SLURM_STEP_NUM_TASKS": "16",
@@ -165,8 +166,14 @@ def test_launchers():
         world_size=16,
         local_rank=1,
         ranks_per_node=8,
-        init_method="tcp://gpu-003:34567",
+        init_method="tcp://gpu-003:21075",
     )
+    lists = {"a1": "a1", "a[7]": "a7", "a,b": "a", "n[01,3-4]-x": "n01"}
+    for nodes, host in lists.items():
+        found = read_launch(slurm | {"SLURM_STEP_NODELIST": nodes}).init_method
+        assert found and found.startswith(f"tcp://{host}"), nodes
+    next_step = read_launch(slurm | {"SLURM_STEP_ID": "4"})
+    assert next_step.init_method != read_launch(slurm).init_method
     batch_script = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}
     assert read_launch(batch_script) == LaunchInfo() == read_launch({})
     with pytest.raises(ValueError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
@@ -258,3 +265,27 @@ def test_a_rank_that_raises_ends_the_job_and_a_thread_does_not(tmp_path):
         assert f"[rank {rank}] Traceback" in log
     assert logs[1].splitlines()[-1] == "[rank 1] ArithmeticError: the cause"
     assert "the cause" not in logs[0] + logs[2]
+
+
+BROKEN_PIPE = """
+import os, sys
+from pith_engine.runtime import fail_fast
+read, write = os.pipe()
+os.close(read)
+os.dup2(write, 1)
+sys.stdout = open(1, "w")
+try:
+    with fail_fast(2):
+        print("nobody reads this")
+        raise ArithmeticError("the cause")
+finally:
+    print("went on", file=sys.stderr)
+"""
+
+
+def test_a_rank_ends_at_once_though_nobody_reads_its_output():
+    ended = subprocess.run(
+        [sys.executable, "-c", BROKEN_PIPE], stderr=subprocess.PIPE, text=True, timeout=170
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "[rank 2] ArithmeticError: the cause"

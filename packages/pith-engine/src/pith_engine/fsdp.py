@@ -2,31 +2,27 @@
 
 A unit (embedding, head with the final norm, each layer's dense part, each layer's experts) owns
 
-    shards      [n]           master dtype: this rank's block of every parameter
-    full        per parameter what layers read: compute dtype, or master dtype where the role says
-    full_grads  [m]           master dtype: `parameter.grad` is a view of it, and autograd and the
-                              deferred weight gradients add straight into it
-    grads       [n]           master dtype: the reduced gradient of `shards`
+    shards      master dtype: this rank's block of every parameter
+    full        what layers read: compute dtype, or master dtype where the role says
+    full_grads  master dtype: `parameter.grad` is a view of it, and autograd and the deferred
+                weight gradients add straight into it
+    grads       master dtype: the reduced gradient of `shards`
 
 A step is `gather()` (full <- all ranks' shards, full_grads <- 0), any number of backward passes,
 `reduce()` (grads <- sum over ranks of full_grads). Sums, never averages: each loss is divided by
-the global token count at its source, so an expert that received the tokens of all ep ranks and a
-dense weight that saw only its own rank's are both right as they are.
+the global token count at its source.
 
-Dense parameters are sharded over `mesh.data` (dp x cp x ep), experts over `mesh.expert_data`
-(dp x cp) after ep has split them. A block is what `torch.chunk` gives along dim 0, or along the
-last dim when dim 0 has fewer rows than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective
-moves a whole unit. Its buffer has one row a rank; a parameter has the same columns in every row,
-as many as the largest block needs.
+Dense parameters are sharded over `mesh.data`, experts over `mesh.expert_data` after ep has split
+them. A block is what `torch.chunk` gives along dim 0, or along the last dim when dim 0 has fewer
+rows than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit; its buffer has
+one row a rank, in which a parameter has the columns that its largest block needs.
 
-torch's `fully_shard` does not serve: driven by hand it needs private members that change between
-releases, it cannot sum on gloo, and it loses weight gradients that arrive after its hooks ran.
-
-The trap: `parameter.grad` must stay the view it is. Setting it to None (`zero_grad`) would send
-gradients elsewhere; `reduce` checks.
+torch's `fully_shard` does not serve: driven by hand it needs private members, it cannot sum on
+gloo, and it loses weight gradients that arrive after its hooks ran. The trap: `parameter.grad` must
+stay the view it is (no `zero_grad`); `reduce` checks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
@@ -58,10 +54,6 @@ class ShardedParameter:
     """Shape over the whole mesh: for experts dim 0 counts those of all ep ranks."""
     offsets: tuple[int, ...]
     """Where this rank's block starts in `global_shape`."""
-    shard_dim: int
-    """The dim along which `shard_axis` splits it."""
-    shard_axis: Axis
-    """The ranks among which it is split."""
     full: nn.Parameter = field(repr=False)
     """The gathered parameter; `full.grad` is a view of the unit's gradient buffer."""
     shard: Tensor = field(repr=False)
@@ -85,11 +77,9 @@ class CanonicalBlock:
 
 
 class Unit:
-    """Parameters that are gathered and reduced together.
+    """Parameters, all experts or none, that are gathered and reduced together.
 
-    Attributes:
-        name: such as `layers.3` or `layers.3.experts`.
-        parameters: its parameters, those of one gathered dtype next to each other.
+    `parameters` has those of one gathered dtype next to each other.
     """
 
     def __init__(
@@ -101,19 +91,14 @@ class Unit:
         compute_dtype: torch.dtype,
         device: torch.device,
     ):
-        """Allocate the buffers; parameters hold NaN until the first `gather`.
+        """Allocate the buffers of `declared` by stored name; NaN until the first `gather`.
 
-        Args:
-            name: name of the unit.
-            declared: stored name -> declaration; all experts or none.
-            mesh: the mesh.
-            compute_dtype: dtype of the gathered parameters; the master dtype is fp32, or float64
-                for float64.
-            device: where everything lives.
+        The master dtype is fp32, or float64 when `compute_dtype` is.
         """
         self.name = name
         master = torch.float64 if compute_dtype == torch.float64 else torch.float32
-        self._axis = mesh.expert_data if _is_expert_unit(name, declared) else mesh.data
+        is_expert = any(declaration.role.is_expert for declaration in declared.values())
+        self._axis = mesh.expert_data if is_expert else mesh.data
         order = sorted(declared, key=lambda n: declared[n].role.keeps_fp32)
         self._slots: list[_Slot] = []
         column = grad_start = 0
@@ -137,8 +122,6 @@ class Unit:
             full.grad_dtype = master
             full.grad = slot.whole(self._full_grads[slot.grad_start :])
             grad_column = slot.grad_start if alone else slot.column
-            shard = slot.block(self._shards[slot.column :])
-            shard.grad = slot.block(self._grads[grad_column:])
             offsets, global_shape = [0] * len(slot.shape), list(slot.shape)
             offsets[slot.dim] = slot.bounds[self._axis.rank][0]
             if declaration.role.is_expert:
@@ -153,11 +136,9 @@ class Unit:
                     parts=declaration.parts,
                     global_shape=tuple(global_shape),
                     offsets=tuple(offsets),
-                    shard_dim=slot.dim,
-                    shard_axis=self._axis,
                     full=full,
-                    shard=shard,
-                    grad=shard.grad,
+                    shard=slot.block(self._shards[slot.column :]),
+                    grad=slot.block(self._grads[grad_column:]),
                 )
             )
 
@@ -184,11 +165,7 @@ class Unit:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Close a step: `grad` of every parameter becomes the sum over the ranks of its axis.
-
-        Raises:
-            RuntimeError: something replaced `.grad` of a full parameter.
-        """
+        """Close a step: `grad` of every parameter becomes the sum over the ranks of its axis."""
         for slot, parameter in zip(self._slots, self.parameters, strict=True):
             grad, start = parameter.full.grad, self._full_grads[slot.grad_start :]
             if grad is None or grad.data_ptr() != start.data_ptr():
@@ -209,14 +186,8 @@ def shard_chunks(
 ) -> list[Unit]:
     """Replace the declared parameters of this rank's chunks by real ones, owned by units.
 
-    Units: `embedding`, `head`, and for each layer `layers.N` and `layers.N.experts`, in the order
-    in which the chunks registered them.
-
-    Args:
-        chunks: modules on the meta device whose parameters all come from `declare`.
-        mesh: the mesh.
-        compute_dtype: bf16, fp32 or float64.
-        device: where parameters live; `meta` allocates nothing, for plans.
+    Units are `embedding`, `head`, and for each layer `layers.N` and `layers.N.experts`, in the
+    order of registration. On the device `meta` nothing is allocated.
 
     Raises:
         ValueError: a parameter was not declared, or is used under two names.
@@ -259,23 +230,29 @@ def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[Ca
             offsets=parameter.offsets,
         )
         return
-    prefix = parameter.name.rpartition(".")[0]
-    rows, rest = divmod(parameter.global_shape[-2], len(parameter.parts))
-    assert rest == 0, f"{parameter.name}: parts of equal size"
+    *_, num_rows, _ = parameter.global_shape
+    rows = num_rows // len(parameter.parts)
+    assert rows * len(parameter.parts) == num_rows, f"{parameter.name}: parts of equal size"
     start = parameter.offsets[-2]
-    stop = start + tensor.shape[-2]
     for index, part in enumerate(parameter.parts):
         first = min(max(start, index * rows), (index + 1) * rows)
-        last = max(first, min(stop, (index + 1) * rows))
-        begin = min(first - start, tensor.shape[-2]) if last > first else 0
+        last = max(first, min(start + tensor.shape[-2], (index + 1) * rows))
+        begin = first - start if last > first else 0
         global_shape, offsets = list(parameter.global_shape), list(parameter.offsets)
         global_shape[-2], offsets[-2] = rows, first - index * rows
         yield CanonicalBlock(
-            name=f"{prefix}.{part}" if prefix else part,
+            name=".".join([*parameter.name.split(".")[:-1], part]),
             tensor=tensor.narrow(-2, begin, last - first),
             global_shape=tuple(global_shape),
             offsets=tuple(offsets),
         )
+
+
+def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """The block of a whole tensor with this shape, maybe empty, from these offsets: a view."""
+    for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
+        whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
+    return whole
 
 
 def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
@@ -287,9 +264,9 @@ def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
 class _Slot:
     """Where one parameter lies in its unit's buffers.
 
-    In a row of the communication buffer it has `width` columns from `column` on; a rank's block
-    is stored contiguously at their start. Split along dim 0, the rows' columns one after the other
-    are the whole tensor, which is why full buffers have room for `padded` elements.
+    In a row of the communication buffer it has `width` columns from `column` on, a rank's block at
+    their start. Split along dim 0, the rows' columns one after the other are the whole tensor,
+    which is why full buffers have room for `padded` elements.
     """
 
     def __init__(self, shape: tuple[int, ...], axis: Axis, column: int, grad_start: int):
@@ -337,12 +314,6 @@ class _Slot:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _is_expert_unit(name: str, declared: dict[str, DeclaredParameter]) -> bool:
-    kinds = {declaration.role.is_expert for declaration in declared.values()}
-    assert len(kinds) == 1, f"unit {name} mixes experts with others"
-    return kinds.pop()
 
 
 def _unit_name(name: str, role: Role) -> str:

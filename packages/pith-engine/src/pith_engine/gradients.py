@@ -5,12 +5,9 @@
     global_norm      sqrt(sum over all elements of all gradients of g^2)
     clip_gradients   g <- g * min(1, max_norm / norm), the same factor everywhere
 
-Every gradient element lives on exactly one rank of the mesh: dense blocks are split over
-dp x cp x ep, experts over ep and dp x cp, stages over pp. Summing the squares of the local blocks
-over the whole mesh therefore counts each once, whatever the mesh.
-
-The trap: clipping passes a NaN on (`min(1, nan)` is NaN) and one NaN destroys every weight, so
-`raise_if_not_finite` comes before the optimizer, on all ranks at once.
+Every gradient element lives on exactly one rank of the mesh, so squares of local blocks summed over
+the whole mesh count each once. The trap: clipping passes a NaN on, and one NaN destroys every
+weight; `raise_if_not_finite` comes first, on all ranks at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,13 +41,7 @@ def global_norm(parameters: Sequence[ShardedParameter], mesh: Mesh) -> Tensor:
 
 
 def clip_gradients(parameters: Sequence[ShardedParameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients in place by min(1, max_norm / norm); no host sync.
-
-    Args:
-        parameters: their `grad` is scaled.
-        norm: from `global_norm`.
-        max_norm: the largest norm that is left as it is.
-    """
+    """Scale all gradients in place by min(1, max_norm / norm); no host sync."""
     scale = (max_norm / norm).clamp(max=1.0)
     for parameter in parameters:
         parameter.grad.mul_(scale)

@@ -3,12 +3,9 @@
     m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
     w <- w - lr * wd * w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-Weight decay acts on matrices only (`Role.is_decayed`); norms, biases and sinks keep their values
-when their gradients are zero. All state is local and elementwise, so a mesh changes nothing.
-
-torch's fused kernel does the arithmetic, called as a function: the state lives here, allocated from
-the start and named like the parameters, where a checkpoint can read it before the first step and
-no parameter order has to match between ranks.
+Weight decay acts on matrices only (`Role.is_decayed`). All state is local and elementwise, so a
+mesh changes nothing. torch's fused kernel is called as a function: the state lives here, allocated
+from the start and named like the parameters, so a checkpoint can read it before the first step.
 """
 
 from collections.abc import Sequence
@@ -45,20 +42,10 @@ class AdamWConfig:
 
 
 class AdamW:
-    """The optimizer of one rank.
-
-    Attributes:
-        num_steps: updates done; set it when resuming.
-    """
-
-    num_steps: int
+    """The optimizer of one rank; `num_steps` counts updates, set it when resuming."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], config: AdamWConfig):
-        """Allocate both moments of every shard.
-
-        Raises:
-            ValueError: two parameters have one name.
-        """
+        """Allocate both moments of every shard; a ValueError if two parameters have one name."""
         names = [parameter.name for parameter in parameters]
         if len(set(names)) < len(names):
             raise ValueError("optimizer: two parameters have one name")
@@ -79,19 +66,13 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update all shards from their gradients.
-
-        Args:
-            lr: learning rate of this step.
-        """
-        decayed = [p for p in self._parameters if p.role.is_decayed]
-        others = [p for p in self._parameters if not p.role.is_decayed]
-        self._update(decayed, lr, self._config.weight_decay)
-        self._update(others, lr, 0.0)
+        """Update all shards from their gradients with this learning rate."""
+        for is_decayed, weight_decay in ((True, self._config.weight_decay), (False, 0.0)):
+            members = [p for p in self._parameters if p.role.is_decayed == is_decayed]
+            self._update([p for p in members if p.shard.numel()], lr, weight_decay)
         self.num_steps += 1
 
     def _update(self, members: list[ShardedParameter], lr: float, weight_decay: float) -> None:
-        members = [parameter for parameter in members if parameter.shard.numel()]
         if not members:
             return
         moments = [self._moments[parameter.name] for parameter in members]

@@ -1,16 +1,14 @@
 """Processes: joining the group, failing together, and the only wrappers of collectives.
 
 A command finds its peers in the environment: torchrun's variables, else those of `srun`, else it is
-alone. On GPUs the group has two backends, `cpu:gloo,cuda:nccl`, so objects and barriers go over
-gloo and never touch a GPU stream; on CPUs it is gloo. One timeout holds for every group.
+alone. On GPUs the group is `cpu:gloo,cuda:nccl`, so objects and barriers go over gloo and never
+touch a GPU stream; on CPUs it is gloo. One timeout holds for every group.
 
 A rank that raises prints its traceback, names itself and exits at once without draining collectives
 or running exit handlers: its peers see a closed connection and follow within seconds, and the first
-traceback is the cause. Only the main thread's exceptions count: a logging thread that dies does not
-take training with it.
+traceback is the cause. Only the main thread's exceptions count.
 
-Collectives take an `Axis` and are the identity when it has one rank. An axis of several ranks
-without a group belongs to a mesh made from sizes alone: using it is an error of ours.
+Collectives take an `Axis` and are the identity when it has one rank.
 """
 
 import os
@@ -52,11 +50,7 @@ class LaunchInfo:
 def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
     """Read torchrun's variables, else those of a SLURM job step, else one process.
 
-    A SLURM batch script without `srun` is one process: only a job step sets
-    `SLURM_STEP_NUM_TASKS`.
-
-    Raises:
-        ValueError: a variable that goes with those found is missing.
+    A batch script without `srun` is one process: only a step sets `SLURM_STEP_NUM_TASKS`.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -72,8 +66,9 @@ def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
             init_method="env://",
         )
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        # Two jobs that share a node must not meet: the port follows from the job's number.
-        port = 20000 + int(environ["SLURM_JOB_ID"]) % 20000
+        # Steps that share a node must not meet, and outgoing connections use ports from 32768.
+        step = 16 * int(environ["SLURM_JOB_ID"]) + int(environ.get("SLURM_STEP_ID", "0"))
+        port = 20000 + step % 12000
         return LaunchInfo(
             rank=int(environ["SLURM_PROCID"]),
             world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
@@ -85,11 +80,7 @@ def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
 
 
 def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
-    """Join the default process group and return this process's device.
-
-    Args:
-        device_type: `cpu` or `cuda`.
-        timeout: after which a collective on the default group fails.
+    """Join the default process group; returns this process's device, `cpu` or `cuda:N`.
 
     Raises:
         ValueError: unknown device type, or fewer GPUs than processes on this machine.
@@ -127,16 +118,16 @@ def stop_process_group() -> None:
 
 
 def connect_mesh(mesh: Mesh, device: torch.device) -> None:
-    """Use every communicator once, in every way that a step does.
+    """Use every communicator of a step once, in the way that a step does.
 
     NCCL connects two ranks at their first transfer in each direction, and the host blocks until
     both ask for it. Inside a step that deadlocks: one rank waits on the host to connect what the
     other will send only after it has received something else.
     """
-    axes = (mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.ep_backward, mesh.data, mesh.expert_data)
-    for axis in (*axes, mesh.world):
+    for axis in (mesh.pp, mesh.ep, mesh.ep_backward, mesh.data, mesh.expert_data, mesh.world):
+        all_reduce(torch.ones(1, device=device), axis)
+    for axis in (mesh.ep, mesh.ep_backward):
         ones = torch.ones(axis.size, device=device)
-        all_reduce(ones, axis)
         all_to_all(torch.empty_like(ones), ones, [1] * axis.size, [1] * axis.size, axis)
     neighbours = [r for r in (mesh.pp.rank - 1, mesh.pp.rank + 1) if 0 <= r < mesh.pp.size]
     sends = [(torch.zeros(1, device=device), peer) for peer in neighbours]
@@ -145,7 +136,7 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
 
 
 def check_torch_version(version: str) -> None:
-    """Raise a RuntimeError of one line, found and needed, when torch is too old."""
+    """Raise a RuntimeError of one line when torch is too old."""
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if found < MINIMUM_TORCH:
         needed = ".".join(str(part) for part in MINIMUM_TORCH)
@@ -155,10 +146,7 @@ def check_torch_version(version: str) -> None:
 
 
 def set_seeds(seed: int) -> None:
-    """Seed Python, numpy and torch alike on every rank.
-
-    Weights and data order do not depend on it: they have generators of their own.
-    """
+    """Seed Python, numpy and torch alike on every rank; weights and data order do not use them."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -166,19 +154,18 @@ def set_seeds(seed: int) -> None:
 
 @contextmanager
 def fail_fast(rank: int) -> Generator[None, None, None]:
-    """End the process at once when the body raises: see the file's docstring.
-
-    Ctrl-C ends it with code 130; `SystemExit` is left alone.
-    """
+    """End the process at once, with code 1 (130 for Ctrl-C), when the body raises."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         text = "".join(traceback.format_exception(error))
-        # One write, so that lines of ranks that fail together do not mix.
-        sys.stdout.flush()
-        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
-        sys.stderr.flush()
-        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        try:
+            # One write, so that lines of ranks that fail together do not mix.
+            sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
+            sys.stderr.flush()
+            sys.stdout.flush()  # Raises when the reader of a pipe has gone.
+        finally:
+            os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
@@ -225,23 +212,14 @@ def all_to_all(
 ) -> None:
     """Send consecutive blocks of rows to the ranks of the axis.
 
-    Args:
-        output: `[sum(output_sizes), ...]`, contiguous; written.
-        input: `[sum(input_sizes), ...]`; need not be contiguous.
-        output_sizes: rows received from each rank, 0 allowed.
-        input_sizes: rows sent to each rank, 0 allowed.
-        axis: the ranks.
+    `output [sum(output_sizes), ...]` is contiguous, `input [sum(input_sizes), ...]` need not be;
+    sizes count the rows received from and sent to each rank, 0 allowed.
     """
     if axis.size == 1:
         output.copy_(input)
     else:
-        distributed.all_to_all_single(
-            output,
-            input.contiguous(),
-            list(output_sizes),
-            list(input_sizes),
-            group=_group(axis),
-        )
+        sizes = list(output_sizes), list(input_sizes)
+        distributed.all_to_all_single(output, input.contiguous(), *sizes, group=_group(axis))
 
 
 class Exchange:
@@ -271,24 +249,19 @@ def exchange(
 ) -> Exchange:
     """Start sends and receives as one batch, so that no order of ranks can block it.
 
-    Args:
-        sends: contiguous tensors with the axis rank that each goes to.
-        receives: contiguous tensors to write with the axis rank that each comes from; transfers
-            between two ranks match in order.
-        axis: the ranks.
+    Each is a contiguous tensor and the axis rank of the peer; transfers between two ranks match in
+    order.
     """
     if not sends and not receives:
         return Exchange([], [], [])
     group = _group(axis)
-    operations = [
-        distributed.P2POp(distributed.irecv, t, axis.ranks[peer], group) for t, peer in receives
-    ]
-    operations += [
-        distributed.P2POp(distributed.isend, t, axis.ranks[peer], group) for t, peer in sends
-    ]
-    works = distributed.batch_isend_irecv(operations)
-    tensors = [t for t, _ in receives] + [t for t, _ in sends]
-    if len(works) != len(operations):  # NCCL gives one handle for the whole batch.
+    entries = [(distributed.irecv, *entry) for entry in receives]
+    entries += [(distributed.isend, *entry) for entry in sends]
+    works = distributed.batch_isend_irecv(
+        [distributed.P2POp(op, tensor, axis.ranks[peer], group) for op, tensor, peer in entries]
+    )
+    tensors = [tensor for _, tensor, _ in entries]
+    if len(works) != len(entries):  # NCCL gives one handle for the whole batch.
         return Exchange(works, [], tensors) if receives else Exchange([], works, tensors)
     return Exchange(works[: len(receives)], works[len(receives) :], tensors)
 
@@ -327,7 +300,5 @@ def _group(axis: Axis) -> distributed.ProcessGroup:
 
 def _first_host(nodelist: str) -> str:
     """First host of SLURM's compressed list: `node[003-005,007],login` -> `node003`."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodelist)
-    if match is None:
-        raise ValueError(f"SLURM_STEP_NODELIST = {nodelist!r} names no host")
-    return match[1] + (match[2] or "")
+    name, _, rest = nodelist.split(",")[0].partition("[")
+    return name + rest.rstrip("]").split("-")[0]
