@@ -228,7 +228,7 @@ def test_a_broken_factor_shows_where_it_acts(
 
 
 def test_weights_that_depend_on_the_rank_differ(gloo_pool: Any) -> None:
-    results = gloo_pool.run(parity, ("dp2", "pp2"), torch.float64, "weights by rank")
+    results = gloo_pool.run(parity, ("dp2", "pp2"), "fp64", "weights by rank")
     for row in rows(results[0][1]).values():
         assert row.split()[1] == "DIFFER"
         assert " DIFFERS " in row

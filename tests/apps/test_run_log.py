@@ -14,7 +14,6 @@ from pith_apps.run_log import (
     format_seconds,
     peak_memory_bytes,
     read_metrics,
-    truncate_metrics,
     write_run_facts,
 )
 
@@ -117,10 +116,18 @@ def test_resume_appends_without_repeating_steps(tmp_path: Path) -> None:
     assert records[4]["held_out_loss"] == 3 / 7
     assert (records[5]["loss"], records[5]["tokens_seen"]) == (40.0, 30)
     assert records[5]["num_skipped_steps"] == 1
-    # A run that starts again from scratch in the same folder keeps nothing.
-    truncate_metrics(tmp_path, -1)
-    assert read_metrics(tmp_path) == []
     assert read_metrics(tmp_path / "nowhere") == []
+
+
+def test_a_run_from_scratch_keeps_nothing(tmp_path: Path) -> None:
+    """A run that died before its first checkpoint evaluates step 0 again."""
+    for loss in (8.0, 7.0):
+        with open_log(tmp_path) as log:
+            log.log_held_out(loss, 100)
+            log_step(log, num_targets=0)
+    first, second = read_metrics(tmp_path)
+    assert (first["step"], first["held_out_loss"]) == (0, 7.0)
+    assert (second["step"], second["num_skipped_steps"]) == (1, 1)
 
 
 def test_unwritable_folder_is_refused(tmp_path: Path) -> None:

@@ -1,22 +1,17 @@
 """Corpus folders: text files in, one memory-mapped array of token ids out.
 
-A corpus folder holds three files, equal byte for byte whatever machine or number of workers wrote
-them:
+A corpus folder is equal byte for byte whatever machine or number of workers wrote it:
 
     tokens.npy     `[N]` uint16, or uint32 when the vocabulary has more than 65,536 ids
     documents.npy  `[D + 1]` int64, document d is `tokens[documents[d] : documents[d + 1]]`
     meta.json      tokenizer name and hash, vocabulary size, EOS id, counts, checksum
 
-Every document ends with the EOS id. Text that spells a special token is encoded as plain text, so
-no document can forge its own end. A folder is written beside its place under a temporary name and
-renamed when complete: a folder that is there is whole. Opening maps the files read-only and checks
-sizes, dtypes and the largest id against the numbers in `meta.json`; it reads no token and writes
-nothing.
+Every document ends with the EOS id; text that spells a special token is encoded as plain text, so
+none can forge its own end. A folder is written under a temporary name and renamed: one that is
+there is whole. Opening it reads no token and writes nothing.
 
-The one trap: `numpy` wraps or truncates ids that do not fit the dtype, so the dtype follows the
-tokenizer's largest id, never the ids seen.
-
-`standard_library_files` and `train_tokenizer` make the demo's corpus of what every Python has.
+The trap: numpy wraps ids that do not fit, so the dtype follows the tokenizer's largest id, never
+the ids seen.
 """
 
 import hashlib
@@ -29,6 +24,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import BinaryIO
@@ -93,8 +89,8 @@ class Corpus:
         """Map a corpus folder for a model with `vocab_size` ids.
 
         Raises:
-            ValueError: a file is missing, truncated or of another dtype than `meta.json` says, or
-                an id lies outside the model's vocabulary.
+            ValueError: a file is missing, truncated or not as `meta.json` says, or an id lies
+                outside the model's vocabulary.
         """
         try:
             meta = CorpusMeta(**json.loads((folder / "meta.json").read_text()))
@@ -118,22 +114,6 @@ class Corpus:
             )
         return Corpus(folder=folder, tokens=tokens, documents=documents, meta=meta)
 
-    def check(self) -> None:
-        """Read everything and compare it with the checksum.
-
-        Raises:
-            ValueError: the files are not what was written.
-        """
-        digest = hashlib.sha256()
-        for array in (self.tokens, self.documents):
-            for start in range(0, len(array), BATCH_CHARACTERS):
-                digest.update(array[start : start + BATCH_CHARACTERS].tobytes())
-        if digest.hexdigest() != self.meta.sha256:
-            raise ValueError(
-                f"corpus {self.folder}: checksum {digest.hexdigest()[:16]}..., expected "
-                f"{self.meta.sha256[:16]}...; the files are damaged, tokenize again"
-            )
-
 
 def tokenize_files(
     inputs: list[Path],
@@ -144,22 +124,15 @@ def tokenize_files(
     text_field: str = "text",
     num_workers: int = 1,
 ) -> CorpusMeta:
-    """Tokenise files into the corpus folder `output`.
+    """Tokenise files into the new corpus folder `output`.
 
-    Args:
-        inputs: `.py` and `.txt` files (one document each), `.jsonl` files (one document a line) and
-            folders (all such files below them, in the order of their paths).
-        tokenizer_folder: holds `tokenizer.json` and, unless `eos_token` is given,
-            `tokenizer_config.json` with the EOS token.
-        output: the new corpus folder.
-        eos_token: the token that ends a document.
-        text_field: the field of a `.jsonl` line that holds the text.
-        num_workers: processes that encode; the output does not depend on it.
+    `inputs` are `.py` and `.txt` files (one document each), `.jsonl` files (one a line, its text in
+    `text_field`) and folders of them. `tokenizer_folder` holds `tokenizer.json` and, unless
+    `eos_token` is given, `tokenizer_config.json` that names it. `num_workers` processes encode.
 
     Raises:
-        ValueError: nothing is read or written when an input is missing or unreadable, the tokenizer
-            has no EOS token or the output exists; nothing stays when a document is malformed or
-            none is left.
+        ValueError: an input is missing or malformed, the tokenizer has no EOS token, the output
+            exists, or there is no text; nothing stays.
     """
     tokenizer, eos_id = open_tokenizer(tokenizer_folder, eos_token)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -167,28 +140,29 @@ def tokenize_files(
     if num_workers < 1:
         raise ValueError(f"num_workers is {num_workers}; it must be at least 1")
     with _new_folder(output) as folder:
-        offsets, num_empty = [0], 0
-        documents = read_documents(files, text_field)
+        ends, num_empty = [0], 0
+        batches = _batches(read_documents(files, text_field))
         with (folder / "tokens.npy").open("wb") as file:
             writer = _TokenWriter(file, vocab_size)
-            for ids in _encode(documents, tokenizer_folder / "tokenizer.json", num_workers):
+            for ids in _encode(batches, tokenizer_folder / "tokenizer.json", num_workers):
                 if len(ids):
                     writer.append(numpy.append(ids, numpy.uint32(eos_id)))
-                    offsets.append(writer.num_tokens)
+                    ends.append(writer.num_tokens)
                 else:
                     num_empty += 1
             writer.finish()
-        if len(offsets) == 1:
+        if len(ends) == 1:
             raise ValueError(f"no document with any text in {len(files)} file(s): {files[0]} ...")
-        writer.digest.update(numpy.array(offsets, dtype=numpy.int64).tobytes())
-        numpy.save(folder / "documents.npy", numpy.array(offsets, dtype=numpy.int64))
+        documents = numpy.array(ends, dtype=numpy.int64)
+        numpy.save(folder / "documents.npy", documents)
+        writer.digest.update(documents.tobytes())
         meta = CorpusMeta(
             tokenizer_name=tokenizer_folder.resolve().name,
             tokenizer_sha256=tokenizer_hash(tokenizer_folder),
             vocab_size=vocab_size,
             eos_id=eos_id,
             num_tokens=writer.num_tokens,
-            num_documents=len(offsets) - 1,
+            num_documents=len(ends) - 1,
             num_empty_documents=num_empty,
             max_id=writer.max_id,
             dtype=writer.dtype.name,
@@ -202,9 +176,6 @@ def standard_library_files() -> tuple[list[Path], list[Path]]:
     """The standard library's own source: files to train on, files held out, both sorted.
 
     A file is held out when the hash of its path says so (1 in 16), which no other file influences.
-
-    Raises:
-        ValueError: this Python keeps no source files (it runs from a zip archive).
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     training, held_out = [], []
@@ -237,10 +208,10 @@ def prepare_standard_library(
 def train_tokenizer(
     files: list[Path], output: Path, *, vocab_size: int = 4096, max_bytes: int = 4_000_000
 ) -> None:
-    """Train a byte-level BPE tokenizer and save the two files that `transformers` opens.
+    """Train a byte-level BPE tokenizer (arXiv 1508.07909), as `transformers` opens it.
 
-    Byte-level BPE (Sennrich et al. 2016, arXiv 1508.07909; on bytes as in GPT-2) encodes any text
-    without an unknown token. At most `max_bytes` of text are read, evenly over the files.
+    It encodes any text without an unknown token. At most `max_bytes` of text are read, evenly over
+    the files.
 
     Raises:
         ValueError: the text is too short for `vocab_size` entries, or `output` exists.
@@ -271,11 +242,7 @@ def train_tokenizer(
 
 
 def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenizer, int]:
-    """The tokenizer of a Hugging Face folder and the id that ends a document.
-
-    Raises:
-        ValueError: there is no tokenizer, or no EOS token is named, or it is not in the vocabulary.
-    """
+    """The tokenizer of a Hugging Face folder and the id that ends a document."""
     path = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -313,8 +280,7 @@ def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
     """Yield the text of every document, in order, line ends as they are in the file.
 
     Raises:
-        ValueError: a file is not UTF-8, or a line is not a JSON object with the text field; blank
-            lines between them are passed over.
+        ValueError: a file is not UTF-8, or a line, if not blank, no JSON object with the field.
     """
     for path in tqdm(files, desc="documents", unit="file", disable=None, leave=False):
         try:
@@ -386,43 +352,44 @@ def _new_folder(output: Path) -> Generator[Path]:
 
 
 def _encode(
-    documents: Iterator[str], tokenizer_path: Path, num_workers: int
+    batches: Iterator[list[str]], tokenizer_path: Path, num_workers: int
 ) -> Iterator[numpy.ndarray]:
     """Ids uint32 of every document in order; at most two batches a worker are under way."""
     if num_workers == 1:
-        tokenizer = _plain_tokenizer(tokenizer_path)
-        for batch in _batches(documents):
-            yield from _encode_batch(tokenizer, batch)
+        for batch in batches:
+            yield from _encode_batch(tokenizer_path, batch)
         return
     pending: deque[Future[list[numpy.ndarray]]] = deque()
-    # Spawned, not forked: a fork copies locks that threads of this process may hold.
-    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
-        for batch in _batches(documents):
+    # Spawned, not forked: a fork copies locks that threads of this process may hold. The processes
+    # are the parallelism: each would start a thread for every core.
+    with ProcessPoolExecutor(
+        num_workers,
+        mp_context=get_context("spawn"),
+        initializer=os.putenv,
+        initargs=("TOKENIZERS_PARALLELISM", "false"),
+    ) as pool:
+        for batch in batches:
             if len(pending) == 2 * num_workers:
                 yield from pending.popleft().result()
-            pending.append(pool.submit(_encode_in_worker, tokenizer_path, batch))
+            pending.append(pool.submit(_encode_batch, tokenizer_path, batch))
         while pending:
             yield from pending.popleft().result()
 
 
-def _encode_in_worker(tokenizer_path: Path, texts: list[str]) -> list[numpy.ndarray]:
-    # The pool's processes are the parallelism; opening a tokenizer again costs far less than
-    # encoding a batch.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return _encode_batch(_plain_tokenizer(tokenizer_path), texts)
+def _encode_batch(tokenizer_path: Path, texts: list[str]) -> list[numpy.ndarray]:
+    tokenizer = _plain_tokenizer(tokenizer_path, tokenizer_path.stat().st_mtime_ns)
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [numpy.array(encoding.ids, dtype=numpy.uint32) for encoding in encodings]
 
 
-def _plain_tokenizer(path: Path) -> Tokenizer:
+@lru_cache(maxsize=1)
+def _plain_tokenizer(path: Path, written: int) -> Tokenizer:
+    """Cached by the file's time: opening a large tokenizer takes as long as encoding a batch."""
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[numpy.ndarray]:
-    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return [numpy.array(encoding.ids, dtype=numpy.uint32) for encoding in encodings]
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
@@ -434,8 +401,7 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
         if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
-    if batch:
-        yield batch
+    yield batch
 
 
 def _open_array(path: Path, dtype: str, length: int) -> numpy.ndarray:
@@ -454,8 +420,7 @@ def _open_array(path: Path, dtype: str, length: int) -> numpy.ndarray:
 class _TokenWriter:
     """Appends ids to a `.npy` file whose length is known only at the end.
 
-    numpy pads the header so that the first dim can grow in place (`numpy.lib.format`), so the
-    header is written again over itself when the length is known.
+    numpy pads the header so that the first dim can grow in place: it is written twice.
     """
 
     def __init__(self, file: BinaryIO, vocab_size: int):

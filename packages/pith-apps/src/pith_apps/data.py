@@ -1,25 +1,21 @@
 """Which tokens a micro-batch holds: a pure function of (seed, epoch, sample index).
 
-Sample i of a corpus of N tokens with sequence length S is `tokens[i * S : i * S + S + 1]`: inputs
-are its first S ids, targets its last S. Consecutive samples share one id, so every token but the
-first is a target exactly once an epoch; the tail that fills no whole sample (fewer than S + 1 ids)
-is dropped.
+Sample i of N tokens with sequence length S is `tokens[i * S : i * S + S + 1]`: inputs are its first
+S ids, targets its last S. So every token but the first is a target once an epoch; a tail of fewer
+than S + 1 ids is dropped.
 
     sample number g of a run      = (step - 1) * B + m * b + j          (steps count from 1)
     its epoch and place           = divmod(g, number of samples)
     the sample read at that place = permutation(place; seed, epoch)
 
-with B samples in a step over all ranks, in M = B / b micro-batches of b. The rank appears nowhere
-in this: batch rank d of n merely runs micro-batches `d * M / n .. (d + 1) * M / n - 1`, so another
-mesh sees the same samples in the same step. Ranks of one pipeline have the same batch rank and read
-the same data.
+with B samples in a step over all ranks, in M = B / b micro-batches of b. Batch rank d of n runs
+micro-batches `d * M / n .. (d + 1) * M / n - 1`: another mesh sees the same samples in a step.
 
 The permutation is a Feistel network over the smallest even number of bits that covers the epoch,
-applied again while the result falls outside it (cycle walking; Black and Rogaway, CT-RSA 2002): it
-needs no index file, no memory, and any place of any epoch costs microseconds.
+applied again while the result falls outside it (cycle walking; Black and Rogaway, CT-RSA 2002): no
+index file, and any place of any epoch costs microseconds.
 
-Held-out data is read in order; ranks that run out of samples get padding whose targets are all
-ignored, so that all ranks make the same number of calls.
+Held-out data is read in order, padded with ignored targets so that all ranks make as many calls.
 """
 
 import hashlib
@@ -38,8 +34,7 @@ NUM_ROUNDS = 6
 class TrainingData:
     """The micro-batches of every step of a run, for one rank.
 
-    The step after the one asked for is read by a background thread meanwhile; batches go to a GPU
-    through pinned memory.
+    A background thread reads the step after the one asked for.
     """
 
     def __init__(
@@ -54,17 +49,7 @@ class TrainingData:
         vocab_size: int,
         device: torch.device,
     ):
-        """Describe the run's data.
-
-        Args:
-            tokens: `[N]` ids, of any integer dtype; a corpus's memory map.
-            mesh: says which micro-batches are this rank's.
-            sequence_length: tokens of a sample.
-            batch_size: samples of a step, over all ranks.
-            micro_batch_size: samples of a micro-batch.
-            seed: of the order.
-            vocab_size: ids at or above it are refused when they are read.
-            device: where the batches are put.
+        """`tokens` are `[N]` ids, a corpus's memory map; `batch_size` counts samples of all ranks.
 
         Raises:
             ValueError: `batch_size` does not divide over the batch ranks' micro-batches, or the
@@ -94,14 +79,13 @@ class TrainingData:
             rows = rows.pin_memory()
         return _batches_of(rows.to(self.device, non_blocking=True))
 
-    def samples(self, step: int, micro_batch: int) -> list[int]:
-        """The samples in micro-batch `micro_batch` (over all ranks) of a step."""
-        first = (step - 1) * self.batch_size + micro_batch * self.micro_batch_size
-        places = [divmod(first + j, self.num_samples) for j in range(self.micro_batch_size)]
-        return [permuted(place, self.num_samples, self.seed, epoch) for epoch, place in places]
-
     def _read(self, step: int) -> Tensor:
-        samples = [self.samples(step, m) for m in self.local_micro_batches]
+        samples = []
+        for micro_batch in self.local_micro_batches:
+            first = (step - 1) * self.batch_size + micro_batch * self.micro_batch_size
+            numbers = range(first, first + self.micro_batch_size)
+            places = [divmod(number, self.num_samples) for number in numbers]
+            samples.append([permuted(p, self.num_samples, self.seed, epoch) for epoch, p in places])
         return _read_rows(self.tokens, samples, self.sequence_length, self.vocab_size)
 
 
@@ -116,12 +100,10 @@ def held_out_batches(
     device: torch.device,
     max_samples: int | None = None,
 ) -> Iterator[list[Batch]]:
-    """Yield this rank's micro-batches of the held-out data, call by call.
+    """Yield this rank's micro-batches of the held-out data, as many a call as in a training step.
 
-    Every list has as many micro-batches as a training step of `batch_size` samples, on every rank.
-    The last sample may be short: its missing targets and whole missing samples are ignored targets,
-    so without `max_samples` every token but the first is counted exactly once. With it, that many
-    samples spread evenly over the data are read.
+    The last sample may be short: missing targets are ignored targets, so every token but the first
+    is counted exactly once. With `max_samples`, that many spread evenly over the data are read.
 
     Raises:
         ValueError: `batch_size` does not divide over the batch ranks' micro-batches, there are
@@ -156,9 +138,8 @@ def num_samples(num_tokens: int, sequence_length: int) -> int:
 def permuted(place: int, size: int, seed: int, epoch: int) -> int:
     """Where `place` goes in the permutation of `range(size)` that belongs to (seed, epoch).
 
-    Two halves (left, right) of h bits, `4**h >= size`; a round maps them to
-    `(right, left xor F_k(right))`, which can be undone whatever F is, so the network is a
-    permutation of `4**h` values and walking along its cycles one of `range(size)`.
+    A round maps two halves of h bits, `4**h >= size`, to `(right, left xor F_k(right))`, which can
+    be undone whatever F is.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -210,11 +191,14 @@ def _read_rows(
 
 def _batches_of(rows: Tensor) -> list[Batch]:
     """`[m, b, S + 1]` int64 on the device -> m micro-batches."""
-    num, size, length = rows.shape[0], rows.shape[1], rows.shape[2] - 1
-    tokens = rows[:, :, :-1].clamp(min=0).reshape(num, -1)
-    targets = rows[:, :, 1:].reshape(num, -1)
-    positions = torch.arange(length, device=rows.device).repeat(size)
+    _, size, width = rows.shape
+    positions = torch.arange(width - 1, device=rows.device).repeat(size)
     return [
-        Batch(tokens=tokens[m], targets=targets[m], positions=positions, sequence_length=length)
-        for m in range(num)
+        Batch(
+            tokens=row[:, :-1].clamp(min=0).flatten(),
+            targets=row[:, 1:].flatten(),
+            positions=positions,
+            sequence_length=width - 1,
+        )
+        for row in rows
     ]

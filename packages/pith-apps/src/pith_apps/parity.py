@@ -1,10 +1,9 @@
 """The proof that a mesh changes nothing: one step on many meshes against one process.
 
-For each mesh the same initial weights and the same global batch go through a training step, and
-loss, balance loss, gradient norm and every canonical parameter's gradient are compared with a
-reference: one process, the whole batch at once, plain autograd over `contract.plain_hidden`, and
-torch's own cross-entropy over full logits. It shares the model's stages and the formula of the
-balance loss with the step, and nothing of dispatch, schedule, transfers or sharding.
+For each mesh the same initial weights and global batch go through a training step, and losses,
+gradient norm and every canonical gradient are compared with a reference: one process, the whole
+batch at once, plain autograd over `contract.plain_hidden`, torch's cross-entropy over full logits.
+It shares nothing of dispatch, schedule, transfers or sharding.
 
     difference of two numbers   |a - b| / |b|
     difference of a gradient    max |a - b| / max |b|,  b the reference tensor
@@ -13,14 +12,10 @@ balance loss with the step, and nothing of dispatch, schedule, transfers or shar
                                     fp64   1e-10
                                     fp32   1e-5, gradients 1e-4
 
-A wrong factor shows up on exactly the meshes that have the axis which causes it. The optimizer does
-not run: Adam would hide a factor. The batch is made to be uneven: targets are ignored in other
-numbers on every rank, one sequence has none left, and one is a single token over and over, which
-sends all of it to the same experts.
-
-Every rank computes the reference itself and compares the blocks that it holds, so nothing but a few
-numbers travels. The trap: a top-k tie that rounding breaks differently is no fault of the mesh; in
-fp32 it would show as a large gradient difference, in fp64 it does not happen.
+The optimizer does not run: Adam would hide a factor. The batch is uneven: every sequence ignores
+another number of targets, one has none, and one repeats a single token, which all goes to the same
+experts. Every rank computes the reference and compares its own blocks. The trap: in fp32 a top-k
+tie that rounding breaks differently shows as a large difference.
 """
 
 import math
@@ -33,14 +28,14 @@ from typing import Literal
 import torch
 from pith_engine.balance import sequence_balance
 from pith_engine.contract import IGNORED_TARGET, Batch, plain_hidden
-from pith_engine.fsdp import CanonicalBlock, canonical_blocks
+from pith_engine.fsdp import CanonicalBlock, canonical_blocks, cut_block
 from pith_engine.mesh import Mesh, MeshConfig, mesh_violations
 from pith_engine.runtime import connect_mesh, gather_objects
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pith_apps.config import RunConfig
-from pith_apps.trainer import build_trainer, step_gradients
+from pith_apps.trainer import Trainer, build_trainer, step_gradients
 
 PARITY_MESHES = ("dp2", "dp4", "ep2", "ep4", "pp2", "pp2-ep2", "pp2-dp2", "dp2-ep2")
 """All two-rank and four-rank meshes of these axes that two chunks a rank allow."""
@@ -101,11 +96,7 @@ class ParityResult:
 
 
 def check_parity(config: RunConfig, meshes: tuple[MeshConfig, ...]) -> None:
-    """Refuse meshes that cannot run the model.
-
-    Raises:
-        ValueError: names every violation of every mesh.
-    """
+    """Raise a ValueError that names every violation of every mesh."""
     faults = [
         f"{mesh.label}: {fault}"
         for mesh in meshes
@@ -129,19 +120,9 @@ def parity_worker(
     dtype: Literal["fp64", "fp32"],
     device: torch.device,
 ) -> bool:
-    """Compare every mesh with one process; rank 0 prints the table.
+    """Compare every mesh with one process; rank 0 prints the table; whether all meshes agree.
 
-    Every rank of the default process group calls it; the group has at least as many ranks as the
-    largest mesh.
-
-    Args:
-        config: gives model, sequence length, seed, balance loss and attention backend.
-        meshes: as `check_parity` accepts them.
-        dtype: compute dtype.
-        device: of this rank.
-
-    Returns:
-        Whether all meshes agree, the same on every rank that took part in all of them.
+    Every rank of the default process group calls it; those beyond a mesh skip that mesh.
     """
     train = replace(config.train, dtype=dtype)
     config = replace(config, train=train, layers_per_chunk=None, mesh=MeshConfig())
@@ -186,15 +167,8 @@ def parity_sequences(config: RunConfig, num_sequences: int, device: torch.device
     for number, row in enumerate(targets):
         row[: length * number // num_sequences] = IGNORED_TARGET
     targets[2:3] = IGNORED_TARGET
-    return [
-        Batch(
-            tokens=tokens.to(device),
-            targets=row.to(device),
-            positions=torch.arange(length, device=device),
-            sequence_length=length,
-        )
-        for tokens, row in zip(rows[:, :-1], targets, strict=True)
-    ]
+    pairs = zip(rows[:, :-1].to(device), targets.to(device), strict=True)
+    return [_batch(tokens, row, length) for tokens, row in pairs]
 
 
 def compute_reference(
@@ -204,13 +178,10 @@ def compute_reference(
     trainer = build_trainer(config, Mesh.single(), device)
     trainer.gather()
     chunks = list(trainer.pipeline.chunks.values())
-    whole = Batch(
-        tokens=torch.cat([batch.tokens for batch in sequences]),
-        targets=torch.cat([batch.targets for batch in sequences]),
-        positions=torch.cat([batch.positions for batch in sequences]),
-        sequence_length=sequences[0].sequence_length,
-    )
-    num_targets = int((whole.targets != IGNORED_TARGET).sum())
+    tokens = torch.cat([batch.tokens for batch in sequences])
+    targets = torch.cat([batch.targets for batch in sequences])
+    whole = _batch(tokens, targets, sequences[0].sequence_length)
+    num_targets = int((targets != IGNORED_TARGET).sum())
     outputs = list(plain_hidden(chunks, whole))
     balances = [
         sequence_balance(routing, whole)
@@ -218,13 +189,12 @@ def compute_reference(
         if routing is not None and config.balance.method != "none"
     ]
     logits = chunks[-1].logits(outputs[-1][0])
-    loss = cross_entropy(logits, whole.targets, ignore_index=IGNORED_TARGET, reduction="sum")
+    loss = cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum")
     balance = torch.stack(balances).sum() if balances else torch.zeros_like(loss)
     ((loss + config.balance.coefficient * balance) / num_targets).backward()
     for unit in trainer.units:
         unit.reduce()
-    weights = [block for p in trainer.parameters for block in canonical_blocks(p, p.shard)]
-    gradients = [block for p in trainer.parameters for block in canonical_blocks(p, p.grad)]
+    weights, gradients = _canonical(trainer)
     digest = sha256()
     for block in weights:
         digest.update(block.tensor.cpu().numpy().tobytes())
@@ -248,10 +218,8 @@ def compare_mesh(
 ) -> ParityResult:
     """Run the step on `mesh`, which is that of `config` and all of whose ranks call this."""
     trainer = build_trainer(config, mesh, device)
-    weights = [block for p in trainer.parameters for block in canonical_blocks(p, p.shard)]
-    weights_equal = all(
-        torch.equal(block.tensor, _block_of(reference.weights, block)) for block in weights
-    )
+    weights, gradients = _canonical(trainer)
+    weights_equal = all(torch.equal(b.tensor, _block_of(reference.weights, b)) for b in weights)
     per_rank = len(sequences) // mesh.num_batch_ranks
     batches = sequences[mesh.batch_rank * per_rank : (mesh.batch_rank + 1) * per_rank]
     start = time.perf_counter()
@@ -259,10 +227,7 @@ def compare_mesh(
     norm_value = norm.item()
     seconds = time.perf_counter() - start
 
-    gradients = [block for p in trainer.parameters for block in canonical_blocks(p, p.grad)]
-    mine = {
-        block.name: _compare_block(block, reference) for block in gradients if block.tensor.numel()
-    }
+    mine = {b.name: _compare_block(b, reference) for b in gradients if b.tensor.numel()}
     facts = gather_objects((weights_equal, reference.weights_sha256, mine), mesh.world)
     sizes = dict.fromkeys(reference.gradients, 0)
     differences = dict.fromkeys(reference.gradients, 0.0)
@@ -284,12 +249,20 @@ def compare_mesh(
     )
 
 
+def _batch(tokens: Tensor, targets: Tensor, length: int) -> Batch:
+    positions = torch.arange(length, device=tokens.device).repeat(len(tokens) // length)
+    return Batch(tokens=tokens, targets=targets, positions=positions, sequence_length=length)
+
+
+def _canonical(trainer: Trainer) -> tuple[list[CanonicalBlock], list[CanonicalBlock]]:
+    """This rank's blocks of all canonical weights and of their gradients: views."""
+    parameters = trainer.parameters
+    weights = [block for p in parameters for block in canonical_blocks(p, p.shard)]
+    return weights, [block for p in parameters for block in canonical_blocks(p, p.grad)]
+
+
 def _block_of(tensors: dict[str, Tensor], block: CanonicalBlock) -> Tensor:
-    """The part of the whole canonical tensor that `block` covers."""
-    whole = tensors[block.name]
-    for dim, (start, size) in enumerate(zip(block.offsets, block.tensor.shape, strict=True)):
-        whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
-    return whole
+    return cut_block(tensors[block.name], block.offsets, block.tensor.shape)
 
 
 def _compare_block(block: CanonicalBlock, reference: ParityReference) -> tuple[float, int]:

@@ -1,8 +1,7 @@
 """The picture of a run: `loss.png` from `metrics.jsonl`.
 
-Training loss of every step (faint) with a running mean over it, held-out loss as points, and the
-entropy of single tokens as a line: a model below it has learned to use context. matplotlib is
-imported by the function that draws, with its file-only backend, so no display is needed.
+Training loss of every step (faint) under its running mean, held-out loss as points, and the entropy
+of single tokens as a line: a model below it has learned to use context. No display is needed.
 """
 
 from pathlib import Path
@@ -13,25 +12,16 @@ from pith_apps.run_log import read_metrics
 
 
 def plot_losses(folder: Path, *, unigram_entropy: float | None = None) -> Path:
-    """Draw `loss.png` in a run folder and return its path.
-
-    Args:
-        folder: the run folder, with `metrics.jsonl`.
-        unigram_entropy: of the held-out tokens in nats, drawn as a reference line.
-
-    Raises:
-        ValueError: nothing has been recorded yet.
-    """
+    """Draw `loss.png` in a run folder; `unigram_entropy`, of held-out tokens, in nats."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     records = read_metrics(folder)
     if not records:
         raise ValueError(f"{folder}: metrics.jsonl holds no record yet")
-    training = numpy.array([(r["step"], r["loss"]) for r in records if "loss" in r])
-    held_out = numpy.array(
-        [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]
-    )
+    names = ("loss", "held_out_loss")
+    curves = [[(r["step"], r[name]) for r in records if name in r] for name in names]
+    training, held_out = (numpy.array(curve) for curve in curves)
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -44,15 +34,8 @@ def plot_losses(folder: Path, *, unigram_entropy: float | None = None) -> Path:
         axes.plot(steps, mean, color="tab:blue", label=f"training, mean of {window} steps")
     if len(held_out):
         steps, losses = held_out.T
-        axes.plot(steps, losses, "o-", color="tab:orange", label="held out")
-        axes.annotate(
-            f"{losses[-1]:.3f}",
-            (steps[-1], losses[-1]),
-            xytext=(0, 10),
-            ha="right",
-            textcoords="offset points",
-            color="tab:orange",
-        )
+        label = f"held out, {losses[-1]:.3f} at the end"
+        axes.plot(steps, losses, "o-", color="tab:orange", label=label)
     if unigram_entropy is not None:
         label = f"entropy of single tokens, {unigram_entropy:.3f}"
         axes.axhline(unigram_entropy, color="gray", linestyle="--", linewidth=1, label=label)

@@ -7,14 +7,12 @@
                  tensorboard/         when asked for
 
 A line of `metrics.jsonl` has either "loss" (a training step) or "held_out_loss" (an evaluation
-after that step); `read_metrics` gives them back. A resumed run first cuts off what lies beyond the
-step it resumes from, and a last line that a kill left half written: no step stands there twice.
+after that step). A resumed run first cuts off what it will write again.
 
-Times are wall clock from the end of one step to the end of the next, so the optimizer, logging and
-whatever else happens between steps is in them; `seconds_elsewhere` says how much of that was
-evaluation or saving (`RunLog.elsewhere`). The trap: a GPU runs behind the host, so the numbers
-handed to `log_step` must have been read (`.item()`) after the optimizer's kernels were launched;
-then their arrival means that the step is over.
+Times are wall clock from the end of one step to the end of the next; `seconds_elsewhere` says how
+much of that was evaluation or saving. The trap: a GPU runs behind the host, so a number handed to
+`log_step` must have been read (`.item()`) after the optimizer's kernels were launched; its arrival
+means that the step is over.
 """
 
 import json
@@ -28,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from pith_ops.device import peak_flops
@@ -37,8 +35,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 GIB = 1 << 30
-# The time to go is that of this many recent steps.
 ETA_STEPS = 20
+"""The time to go follows from this many recent steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +104,7 @@ class StepRecord:
 
 
 class RunLog:
-    """The log of one rank; rank 0 also writes the metrics and prints.
-
-    Use it in a `with`: the files are closed at the end, and every line is flushed as it is written.
-    """
+    """The log of one rank, used in a `with`; rank 0 also writes the metrics and prints."""
 
     def __init__(
         self,
@@ -126,16 +121,9 @@ class RunLog:
     ):
         """Open the files and start the clock.
 
-        Args:
-            folder: the run folder.
-            rank: of this process.
-            world_size: ranks of the run.
-            device: of this rank.
-            total_steps: of the whole run.
-            flops_per_token: of forward and backward; None leaves MFU out.
-            resumed_step: the step the run continues from, 0 for a new run; later ones are cut off.
-            tokens_seen: target tokens until that step.
-            tensorboard: also write event files.
+        `flops_per_token` are of forward and backward; None leaves MFU out. A run continues from
+        `resumed_step`, until which it saw `tokens_seen` targets; 0 is a new run, whose old records
+        are all cut off.
 
         Raises:
             ValueError: the folder cannot be written, or TensorBoard is not installed.
@@ -150,14 +138,15 @@ class RunLog:
             (folder / "log").mkdir(parents=True, exist_ok=True)
             self.text = (folder / "log" / f"rank_{rank:05}.log").open("a", buffering=1)
             if rank == 0:
-                truncate_metrics(folder, resumed_step)
-                steps = [record for record in read_metrics(folder) if "loss" in record]
-                self.num_skipped_steps = int(steps[-1]["num_skipped_steps"]) if steps else 0
+                # A start from step 0 evaluates again, so its record goes too.
+                _truncate_metrics(folder, resumed_step or -1)
+                for record in read_metrics(folder):
+                    self.num_skipped_steps = record.get("num_skipped_steps", self.num_skipped_steps)
                 self.metrics = (folder / "metrics.jsonl").open("a", buffering=1)
         except OSError as error:
             raise ValueError(f"run folder {folder} cannot be written: {error}") from None
         if rank == 0 and tensorboard:
-            self.writer = _open_tensorboard(folder / "tensorboard", resumed_step)
+            self.writer = _open_tensorboard(folder / "tensorboard", resumed_step or -1)
         self._recent: list[float] = []
         self.start_clock()
 
@@ -194,15 +183,8 @@ class RunLog:
     ) -> None:
         """End a step: take its time, and on rank 0 print and record it.
 
-        Args:
-            loss: as in `StepRecord`, like the next four.
-            balance_loss: see there.
-            max_load: see there.
-            learning_rate: see there.
-            grad_norm: see there.
-            num_tokens: tokens of the step over all ranks, ignored targets included.
-            num_targets: its target tokens; none means that the update was skipped.
-            peak_memory: bytes, the largest over all ranks.
+        Arguments are as in `StepRecord`; `num_tokens` are the step's tokens over all ranks,
+        `num_targets` those that count: none means that the update was skipped.
         """
         now = time.perf_counter()
         seconds, self._last_end = now - self._last_end, now
@@ -234,20 +216,15 @@ class RunLog:
             eta_seconds=(self.total_steps - self.step) * sum(self._recent) / len(self._recent),
             num_skipped_steps=self.num_skipped_steps,
         )
-        self.metrics.write(json.dumps(asdict(record)) + "\n")
+        self._record(asdict(record))
         self.say(record.line(self.device.type))
-        for name in ("loss", "balance_loss", "max_load", "learning_rate", "grad_norm", "mfu"):
-            self._scalar(name, asdict(record)[name])
-        self._scalar("tokens_per_second", rate)
 
     def log_held_out(self, loss: float, num_targets: int) -> None:
         """Record the held-out loss after the latest step, in nats a token."""
         if self.metrics is None:
             return
-        record = {"step": self.step, "held_out_loss": loss, "held_out_targets": num_targets}
-        self.metrics.write(json.dumps(record) + "\n")
+        self._record({"step": self.step, "held_out_loss": loss, "held_out_targets": num_targets})
         self.say(f"held-out loss {loss:.4f} after step {self.step} ({num_targets:,} tokens)")
-        self._scalar("held_out_loss", loss)
 
     @contextmanager
     def elsewhere(self) -> Generator[None]:
@@ -266,16 +243,16 @@ class RunLog:
             return None, "CPU" if self.device.type == "cpu" else "GPU of unknown peak"
         return rate * self.flops_per_token / (peak * self.world_size), ""
 
-    def _scalar(self, name: str, value: float | None) -> None:
-        if self.writer is not None and value is not None:
-            self.writer.add_scalar(name, value, self.step)
+    def _record(self, record: dict[str, Any]) -> None:
+        assert self.metrics is not None, "rank 0 records"
+        self.metrics.write(json.dumps(record) + "\n")
+        for name, value in record.items():
+            if self.writer is not None and isinstance(value, float):
+                self.writer.add_scalar(name, value, self.step)
 
 
 def write_run_facts(folder: Path, config: dict[str, object], world_size: int) -> None:
-    """Write `config.json` and `environment.json`; rank 0 calls it once at start.
-
-    Environment variables are left out: they may hold credentials.
-    """
+    """Write `config.json` and `environment.json` (no variables: they may hold credentials)."""
     names = ("pith-apps", "numpy", "tokenizers", "safetensors", "triton")
     environment = {
         "command": sys.argv,
@@ -293,21 +270,11 @@ def write_run_facts(folder: Path, config: dict[str, object], world_size: int) ->
         (folder / name).write_text(json.dumps(record, indent=2) + "\n")
 
 
-def read_metrics(folder: Path) -> list[dict[str, float]]:
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The records of `metrics.jsonl` in order; a half-written last line is left out."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def truncate_metrics(folder: Path, last_step: int) -> None:
-    """Drop the records after `last_step`; the file is replaced in one go."""
-    path = folder / "metrics.jsonl"
-    if path.exists():
-        kept = [record for record in read_metrics(folder) if record["step"] <= last_step]
-        temporary = path.with_name("metrics.jsonl.tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        temporary.replace(path)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -324,6 +291,16 @@ def format_seconds(seconds: float) -> str:
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"
+
+
+def _truncate_metrics(folder: Path, last_step: int) -> None:
+    """Drop the records after `last_step`; the file is replaced in one go."""
+    path = folder / "metrics.jsonl"
+    if path.exists():
+        kept = [record for record in read_metrics(folder) if record["step"] <= last_step]
+        temporary = path.with_name("metrics.jsonl.tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        temporary.replace(path)
 
 
 def _open_tensorboard(folder: Path, resumed_step: int) -> "SummaryWriter":
