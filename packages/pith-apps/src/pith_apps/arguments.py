@@ -1,9 +1,13 @@
-"""What a verb takes beside the fields of a recipe."""
+"""What a command takes after its verb: a recipe's `RunConfig`, whose fields need no prefix.
+
+A verb with options beside the recipe has a form of its own, which adds them as fields.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from tyro import MISSING
 from tyro.conf import arg
 
 from pith_apps.config import RunConfig
@@ -11,11 +15,17 @@ from pith_apps.parity import PARITY_MESHES
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityArguments:
-    """Loss and gradients of one step on every mesh, against one process."""
+class RunArguments:
+    """The fields of the recipe; all have a default."""
 
     config: Annotated[RunConfig, arg(name="")]
-    """Gives the model, sequence length, seed, balance loss, attention backend and device."""
+    """The recipe's configuration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityArguments(RunArguments):
+    """Loss and gradients of one step on every mesh, against one process."""
+
     meshes: tuple[str, ...] = PARITY_MESHES
     """Meshes in short form, such as pp2-ep2."""
     dtype: Literal["fp64", "fp32"] = "fp64"
@@ -23,11 +33,9 @@ class ParityArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportArguments:
+class ExportArguments(RunArguments):
     """The newest complete checkpoint of a run to a Hugging Face folder."""
 
-    config: Annotated[RunConfig, arg(name="")]
-    """Names the run and its tokenizer."""
     output: Path | None = None
     """The new folder (default: RUN_FOLDER/export, which is replaced)."""
     dtype: Literal["bf16", "fp32", "fp64"] | None = None
@@ -35,10 +43,8 @@ class ExportArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportArguments:
+class ImportArguments(RunArguments):
     """A Hugging Face folder to the checkpoint of step 0, from which the run then starts."""
 
-    config: Annotated[RunConfig, arg(name="")]
-    """Names the run and describes the model, which must be the folder's."""
-    source: Path
+    source: Path = MISSING
     """The Hugging Face folder."""

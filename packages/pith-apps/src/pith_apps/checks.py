@@ -133,17 +133,6 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
     return found
 
 
-def check_device(config: RunConfig, machine: Machine) -> None:
-    """Refuse processes that have no device of their own.
-
-    Raises:
-        ValueError: says how many there are.
-    """
-    found = _device_violations(config, machine)
-    if found:
-        raise ValueError("\n".join(found))
-
-
 def _device_violations(config: RunConfig, machine: Machine) -> list[str]:
     """Processes that have no device of their own."""
     if config.train.device == "cpu" or machine.processes_here <= machine.num_gpus:

@@ -18,10 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-Arguments = TypeVar("Arguments")
-"""A frozen dataclass of options."""
+if TYPE_CHECKING:
+    from pith_apps.arguments import RunArguments
+
+Arguments = TypeVar("Arguments", bound="RunArguments")
+"""A recipe's configuration and the options of one verb."""
 
 USAGE = """\
 usage: pith VERB ...
@@ -98,26 +101,30 @@ def _follow_launcher() -> None:
 
 def _run_verb(verb: str, rest: list[str]) -> int:
     """The one list of verbs."""
-    match verb:
-        case "tokenize":
+    match verb, rest:
+        case "tokenize", _:
             return _tokenize(rest)
-        case "pretrain" | "evaluate":
+        case "pretrain" | "evaluate", _:
             return _run_in_ranks(verb, rest)
-        case "convert":
-            return _convert(rest)
-        case "parity":
+        case "parity", _:
             return _parity(rest)
+        case "convert", ["export", *options]:
+            return _export(options)
+        case "convert", ["import", *options]:
+            return _import(options)
+        case "convert", _:
+            raise ValueError("say `pith convert export RECIPE` or `pith convert import RECIPE`")
     near = get_close_matches(verb, VERBS, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"there is no such verb: {hint}allowed are {', '.join(VERBS)}")
 
 
 def _tokenize(rest: list[str]) -> int:
-    from tyro import cli as parse
+    import tyro
 
     from pith_apps.corpus import tokenize_files
 
-    arguments = parse(TokenizeArguments, args=rest, prog="pith tokenize")
+    arguments = tyro.cli(TokenizeArguments, args=rest, prog="pith tokenize")
     meta = tokenize_files(
         list(arguments.inputs),
         arguments.tokenizer,
@@ -133,49 +140,42 @@ def _tokenize(rest: list[str]) -> int:
     return 0
 
 
-def _convert(rest: list[str]) -> int:
-    """In this process alone: no ranks, no GPU."""
-    from tyro import MISSING
-
-    from pith_apps.arguments import ExportArguments, ImportArguments
+def _export(rest: list[str]) -> int:
+    from pith_apps.arguments import ExportArguments
     from pith_apps.checks import required_checkpoint
     from pith_apps.config import torch_dtype
-    from pith_apps.convert import export_checkpoint, import_checkpoint
-    from pith_apps.recipes.load import load_recipe
+    from pith_apps.convert import export_checkpoint
 
-    match rest:
-        case ["export", *export_rest]:
-            recipe, options = _split_recipe("convert export", export_rest)
-            export = ExportArguments(config=load_recipe(recipe))
-            export = _parse_recipe(f"convert export {recipe}", export, options)
-            config = export.config
-            export_checkpoint(
-                required_checkpoint(config),
-                export.output or config.export_folder,
-                config.model,
-                dtype=torch_dtype(export.dtype or config.train.dtype),
-                companions=config.tokenizer_folder,
-                replace=export.output is None,
-            )
-        case ["import", *import_rest]:
-            recipe, options = _split_recipe("convert import", import_rest)
-            source = ImportArguments(config=load_recipe(recipe), source=MISSING)
-            source = _parse_recipe(f"convert import {recipe}", source, options)
-            config = source.config
-            import_checkpoint(source.source, config.checkpoint_folder, config.model)
-        case _:
-            raise ValueError("say `pith convert export RECIPE` or `pith convert import RECIPE`")
+    arguments = _parse_recipe("convert export", rest, ExportArguments)
+    config = arguments.config
+    export_checkpoint(
+        required_checkpoint(config),
+        arguments.output or config.export_folder,
+        config.model,
+        dtype=torch_dtype(arguments.dtype or config.train.dtype),
+        companions=config.tokenizer_folder,
+        replace=arguments.output is None,
+    )
+    return 0
+
+
+def _import(rest: list[str]) -> int:
+    from pith_apps.arguments import ImportArguments
+    from pith_apps.convert import import_checkpoint
+
+    arguments = _parse_recipe("convert import", rest, ImportArguments)
+    config = arguments.config
+    import_checkpoint(arguments.source, config.checkpoint_folder, config.model)
     return 0
 
 
 def _run_in_ranks(verb: str, rest: list[str]) -> int:
     """Check the run, then be one rank of it or start the ranks."""
+    from pith_apps.arguments import RunArguments
     from pith_apps.checks import check_resume, check_run
     from pith_apps.launch import find_machine, is_rank, launch
-    from pith_apps.recipes.load import load_recipe
 
-    recipe, options = _split_recipe(verb, rest)
-    config = _parse_recipe(f"{verb} {recipe}", load_recipe(recipe), options)
+    config = _parse_recipe(verb, rest, RunArguments).config
     machine = find_machine(config.nproc or config.mesh.world_size, os.environ)
     check_run(config, machine)
     if verb == "pretrain":
@@ -197,55 +197,48 @@ def _parity(rest: list[str]) -> int:
     from pith_engine.mesh import parse_mesh
 
     from pith_apps.arguments import ParityArguments
-    from pith_apps.checks import check_device
     from pith_apps.launch import find_machine, is_rank, launch
     from pith_apps.parity import check_parity, parity_worker
-    from pith_apps.recipes.load import load_recipe
     from pith_apps.trainer import joined_group
 
-    recipe, options = _split_recipe("parity", rest)
-    arguments = _parse_recipe(
-        f"parity {recipe}", ParityArguments(config=load_recipe(recipe)), options
-    )
-    config, meshes = arguments.config, tuple(parse_mesh(label) for label in arguments.meshes)
-    check_parity(config, meshes)
-    machine = find_machine(max(mesh.world_size for mesh in meshes), os.environ)
-    check_device(config, machine)
+    arguments = _parse_recipe("parity", rest, ParityArguments)
+    meshes = tuple(parse_mesh(label) for label in arguments.meshes)
+    check_parity(arguments.config, meshes)
+    least = max(mesh.world_size for mesh in meshes)
+    machine = find_machine(arguments.config.nproc or least, os.environ)
+    if machine.world_size < least:
+        raise ValueError(f"{machine.world_size} processes run, the largest mesh needs {least}")
     if not is_rank(os.environ) and machine.world_size > 1:
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         return launch(machine.world_size, ["parity", *rest])
-    with joined_group(config) as device:
-        agrees = parity_worker(config, meshes, arguments.dtype, device)
+    with joined_group(arguments.config) as device:
+        agrees = parity_worker(arguments.config, meshes, arguments.dtype, device)
     return 0 if agrees else 1
 
 
-def _split_recipe(verb: str, rest: list[str]) -> tuple[str, list[str]]:
-    """The recipe, which comes first, and the options after it."""
-    match rest:
-        case [recipe, *options] if not recipe.startswith("-"):
-            return recipe, options
-    raise ValueError(
-        f"a recipe comes first, as in `pith {verb} demo`: a built-in name or the path of a Python "
-        f"file; `pith {verb} demo --help` lists the options"
-    )
+def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Arguments:
+    """The recipe named first, as the `config` of a form, with the options after it in place."""
+    import tyro
 
+    from pith_apps.recipes.load import load_recipe
 
-def _parse_recipe(command: str, default: Arguments, options: list[str]) -> Arguments:
-    """`default` with the fields that the command line names replaced."""
-    from tyro import cli as parse
-    from tyro.conf import AvoidSubcommands
-
+    if not rest or rest[0].startswith("-"):
+        raise ValueError(
+            f"a recipe comes first, as in `pith {command} demo`: a built-in name or the path of a "
+            f"Python file; `pith {command} demo --help` lists the options"
+        )
+    recipe, *options = rest
     names = [option.split("=")[0].replace("_", "-") for option in options if option[:2] == "--"]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         # One of the two values would be ignored.
         raise ValueError(f"given more than once: {', '.join(twice)}; keep one")
-    return parse(
-        type(default),
-        default=default,
+    return tyro.cli(
+        form,
+        default=form(config=load_recipe(recipe)),
         args=options,
-        prog=f"pith {command}",
-        config=(AvoidSubcommands,),
+        prog=f"pith {command} {recipe}",
+        config=(tyro.conf.AvoidSubcommands,),
     )
 
 

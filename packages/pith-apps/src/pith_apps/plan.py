@@ -8,11 +8,11 @@ the table that the operator asks. Choices are made here once and never change si
 from dataclasses import dataclass
 from math import ceil
 
+import torch
 from pith_engine.mesh import describe_mesh
 from pith_engine.partition import chunk_costs, describe_partition, layers_per_chunk
 from pith_models.build import forward_flops, parameter_counts
 from pith_ops.attention import AttentionBackend, choose_attention_backend
-from torch import device as Device
 
 from pith_apps.config import RunConfig, compute_dtype
 
@@ -45,7 +45,7 @@ def chosen_attention(config: RunConfig) -> AttentionBackend:
     """
     return choose_attention_backend(
         config.train.attention,
-        Device(config.train.device),
+        torch.device(config.train.device),
         compute_dtype(config),
         config.model.head_dim,
         config.model.head_dim,
