@@ -142,6 +142,53 @@ def test_evaluate_repeats_the_last_held_out_loss(folder):
     assert f"held-out loss {recorded:.6f} after step 6" in output
 
 
+# Rank 1 fails in the third step: by an exception of its own, or by a gradient that is not finite.
+BROKEN = """
+import os
+from dataclasses import replace
+from pith_apps.config import RunConfig
+from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b_tiny
+from pith_engine.fsdp import Unit
+from pith_engine.pipeline import Pipeline
+
+_train_step, _calls = Pipeline.train_step, []
+
+def _breaks(self, batches, num_targets):
+    _calls.append(1)
+    losses = _train_step(self, batches, num_targets)
+    if os.environ.get("RANK") == "1" and len(_calls) == 3:
+        if FAULT == "exception":
+            raise RuntimeError("rank one breaks")
+        self.chunks[0].layers["1"].experts_down_proj.grad[0, 0, 0] = float("nan")
+    return losses
+
+Pipeline.train_step = _breaks
+
+def broken() -> RunConfig:
+    tiny = qwen3_30b_a3b_tiny()
+    return replace(tiny, name=FAULT, checkpoint=replace(tiny.checkpoint, interval=1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("exception", "[rank 1] RuntimeError: rank one breaks"),
+        ("nan", "step 3: gradient not finite in layers.1.experts_down_proj on rank 1 (1 elements)"),
+    ],
+)
+def test_a_fault_in_one_rank_ends_the_job_before_the_update(tmp_path, fault, named):
+    (tmp_path / "broken.py").write_text(f"FAULT = {fault!r}\n{BROKEN}")
+    process = start(tmp_path, "pretrain", "broken.py")
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 1, error
+    assert named in error
+    assert "was the first to end, with exit code 1" in error
+    assert [step for step, *_ in steps_of(tmp_path, fault)] == [1, 2]
+    checkpoints = sorted((tmp_path / "runs" / fault / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == ["step-00000001", "step-00000002"]
+
+
 def test_changed_fields_names_paths_in_both_trees():
     old = {"a": 1, "b": {"c": 2, "d": [1]}, "gone": 0}
     new = {"a": 1, "b": {"c": 3, "d": [1, 2]}, "added": 0}
