@@ -4,7 +4,7 @@ A small Qwen3-MoE learns the source code of Python's standard library: real text
 there. On a CPU it runs pipeline and expert parallelism in four gloo processes (pp2 x ep2); on GPUs
 it uses one, two (ep2) or four (pp2 x ep2) of them. A unigram model reaches 79% of the loss of a
 uniform guess, so a held-out loss below 75% of its first value shows that context is used; 100 steps
-reach 69%.
+reach 70%.
 """
 
 import torch
