@@ -75,8 +75,6 @@ class CorpusMeta:
 class Corpus:
     """An opened corpus: read-only maps of its files."""
 
-    folder: Path
-    """Where it is."""
     tokens: numpy.ndarray
     """`[N]` uint16 or uint32, mapped from disk."""
     documents: numpy.ndarray
@@ -98,7 +96,7 @@ class Corpus:
             raise ValueError(
                 f"corpus {folder}: no meta.json there; `pith tokenize` makes a corpus folder"
             ) from None
-        except (TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"corpus {folder}: meta.json is not one of ours: {error}") from None
         if meta.max_id >= vocab_size:
             raise ValueError(
@@ -112,7 +110,7 @@ class Corpus:
                 f"corpus {folder}: documents.npy spans {documents[0]}..{documents[-1]}, expected "
                 f"0..{meta.num_tokens}; tokenize again"
             )
-        return Corpus(folder=folder, tokens=tokens, documents=documents, meta=meta)
+        return Corpus(tokens=tokens, documents=documents, meta=meta)
 
 
 def tokenize_files(
@@ -190,7 +188,7 @@ def standard_library_files() -> tuple[list[Path], list[Path]]:
 
 
 def prepare_standard_library(
-    folder: Path, *, vocab_size: int = 4096, max_bytes: int = 5_000_000, num_workers: int = 1
+    folder: Path, *, vocab_size: int = 4096, max_bytes: int = 5_000_000
 ) -> None:
     """Make `folder/{tokenizer,training,held_out}` of the standard library; keeps what is there.
 
@@ -202,7 +200,7 @@ def prepare_standard_library(
         train_tokenizer(training, folder / "tokenizer", vocab_size=vocab_size)
     for name, files in (("training", training), ("held_out", held_out)):
         if not (folder / name).exists():
-            tokenize_files(files, folder / "tokenizer", folder / name, num_workers=num_workers)
+            tokenize_files(files, folder / "tokenizer", folder / name)
 
 
 def train_tokenizer(

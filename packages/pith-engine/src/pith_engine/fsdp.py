@@ -103,7 +103,9 @@ class Unit:
         self._slots: list[_Slot] = []
         column = grad_start = 0
         for stored in order:
-            slot = _Slot(tuple(declared[stored].shape), self._axis, column, grad_start)
+            dtype = master if declared[stored].role.keeps_fp32 else compute_dtype
+            shape = tuple(declared[stored].shape)
+            slot = _Slot(shape, self._axis, column, grad_start, dtype, device)
             self._slots.append(slot)
             column += _aligned(slot.width)
             grad_start += _aligned(slot.padded)
@@ -112,13 +114,10 @@ class Unit:
         # A single rank's gradient is whole already: the blocks are the full buffer itself.
         alone = self._axis.size == 1
         self._grads = self._full_grads if alone else torch.zeros_like(self._shards)
-        self._buffers: list[Tensor] = []
         self.parameters: list[ShardedParameter] = []
         for stored, slot in zip(order, self._slots, strict=True):
             declaration = declared[stored]
-            dtype = master if declaration.role.keeps_fp32 else compute_dtype
-            buffer = torch.full((slot.padded,), torch.nan, dtype=dtype, device=device)
-            full = nn.Parameter(slot.whole(buffer))
+            full = nn.Parameter(slot.whole(slot.buffer))
             full.grad_dtype = master
             full.grad = slot.whole(self._full_grads[slot.grad_start :])
             grad_column = slot.grad_start if alone else slot.column
@@ -127,7 +126,6 @@ class Unit:
             if declaration.role.is_expert:
                 offsets[0] += mesh.ep.rank * slot.shape[0]
                 global_shape[0] *= mesh.ep.size
-            self._buffers.append(buffer)
             self.parameters.append(
                 ShardedParameter(
                     name=stored,
@@ -150,18 +148,16 @@ class Unit:
             for parameter in self.parameters:
                 parameter.full.copy_(parameter.shard)
             return
-        entries = zip(self._slots, self._buffers, self.parameters, strict=True)
-        for dtype, group in groupby(entries, key=lambda entry: entry[1].dtype):
-            bucket = list(group)
-            start = bucket[0][0].column
-            stop = bucket[-1][0].column + _aligned(bucket[-1][0].width)
+        for dtype, slots in groupby(self._slots, key=lambda slot: slot.buffer.dtype):
+            bucket = list(slots)
+            start, stop = bucket[0].column, bucket[-1].column + _aligned(bucket[-1].width)
             own = self._shards[start:stop].to(dtype)
             gathered = own.new_empty(self._axis.size * (stop - start))
             all_gather(gathered, own, self._axis)
             rows = gathered.view(self._axis.size, -1)
-            for slot, buffer, parameter in bucket:
+            for slot in bucket:
                 column = slot.column - start
-                slot.unpack(rows[:, column : column + slot.width], buffer, parameter.full)
+                slot.unpack(rows[:, column : column + slot.width])
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -265,17 +261,26 @@ class _Slot:
     """Where one parameter lies in its unit's buffers.
 
     In a row of the communication buffer it has `width` columns from `column` on, a rank's block at
-    their start. Split along dim 0, the rows' columns one after the other are the whole tensor,
-    which is why full buffers have room for `padded` elements.
+    their start. Split along dim 0, the rows' columns one after the other are the whole tensor, so
+    full buffers (`buffer` for the parameter) have room for `padded` elements.
     """
 
-    def __init__(self, shape: tuple[int, ...], axis: Axis, column: int, grad_start: int):
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        axis: Axis,
+        column: int,
+        grad_start: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         self.shape, self.column, self.grad_start = shape, column, grad_start
         self.dim = 0 if shape[0] >= axis.size else len(shape) - 1
         self.bounds = [chunk_bounds(shape[self.dim], axis.size, r) for r in range(axis.size)]
         self._rank = axis.rank
         self.width = prod(self._block_shape(0))
         self.padded = self.width * axis.size
+        self.buffer = torch.full((self.padded,), torch.nan, dtype=dtype, device=device)
 
     def whole(self, buffer: Tensor) -> Tensor:
         """The parameter as a view of the start of a full buffer."""
@@ -286,14 +291,14 @@ class _Slot:
         shape = self._block_shape(self._rank)
         return row[: prod(shape)].view(shape)
 
-    def unpack(self, columns: Tensor, buffer: Tensor, full: Tensor) -> None:
+    def unpack(self, columns: Tensor) -> None:
         """Full parameter <- gathered columns `[ranks, width]`."""
         if self.dim == 0:
-            buffer.view(columns.shape).copy_(columns)
+            self.buffer.view(columns.shape).copy_(columns)
             return
         shapes = [self._block_shape(rank) for rank in range(len(self.bounds))]
         blocks = [row[: prod(s)].view(s) for row, s in zip(columns, shapes, strict=True)]
-        torch.cat(blocks, dim=self.dim, out=full)
+        torch.cat(blocks, dim=self.dim, out=self.whole(self.buffer))
 
     def pack(self, buffer: Tensor, columns: Tensor) -> None:
         """Columns `[ranks, width]`, zero before <- full gradient buffer."""
