@@ -202,6 +202,8 @@ def _serve(connection: Connection, rank: int, num_workers: int, port: int) -> No
             )
             torch.manual_seed(0)
             result = pickle.dumps((True, function(*pickle.loads(body))))
+            # A rank that leaves early closes connections that others may still be opening.
+            dist.barrier()
             dist.destroy_process_group()
         except BaseException:
             result = pickle.dumps((False, traceback.format_exc()))

@@ -154,4 +154,4 @@ def test_moments_exist_from_the_start_and_names_are_unique():
 def test_bad_constants_are_named_together():
     with pytest.raises(ValueError, match=r"betas = \(1\.0, 0\.9\)") as caught:
         AdamWConfig(betas=(1.0, 0.9), eps=0.0, weight_decay=-1.0)
-    assert "optimizer.eps = 0.0" in str(caught.value) and "weight_decay = -1.0" in str(caught.value)
+    assert "optim.eps = 0.0" in str(caught.value) and "weight_decay = -1.0" in str(caught.value)

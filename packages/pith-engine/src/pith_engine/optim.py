@@ -32,11 +32,11 @@ class AdamWConfig:
     def __post_init__(self):
         wrong = []
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            wrong.append(f"optimizer.betas = {self.betas}: each from 0 to below 1")
+            wrong.append(f"optim.betas = {self.betas}: each from 0 to below 1")
         if self.eps <= 0.0:
-            wrong.append(f"optimizer.eps = {self.eps}: above 0")
+            wrong.append(f"optim.eps = {self.eps}: above 0")
         if self.weight_decay < 0.0:
-            wrong.append(f"optimizer.weight_decay = {self.weight_decay}: 0 or more")
+            wrong.append(f"optim.weight_decay = {self.weight_decay}: 0 or more")
         if wrong:
             raise ValueError("\n".join(wrong))
 
