@@ -8,6 +8,7 @@ reach 70%.
 """
 
 import torch
+from pith_engine.balance import BalanceConfig
 from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import MeshConfig
 from pith_models.qwen3_moe import Qwen3MoeConfig
@@ -36,7 +37,9 @@ def demo() -> RunConfig:
             device="cuda" if num_gpus else "cpu",
             dtype="bf16" if num_gpus else "fp32",
         ),
-        lr=LearningRateConfig(schedule="cosine", peak=3e-3, warmup_steps=10, final_ratio=0.1),
+        lr=LearningRateConfig(schedule="cosine", peak=6e-3, warmup_steps=10, final_ratio=0.1),
+        # At 1e-3 one expert of a layer gets every token during the first tens of steps.
+        balance=BalanceConfig(coefficient=1e-2),
         evaluation=EvaluationConfig(interval=50, sequences=64),
         checkpoint=CheckpointConfig(interval=25, keep=2),
     )
