@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_USES = 12
+MAX_USES = 4
 
 
 def main(names: list[str]) -> int:
@@ -46,7 +46,7 @@ def show(name: str, files: dict[Path, str], trees: dict[Path, ast.Module]) -> bo
             for number, line in enumerate(text.splitlines()[first - 1 : node.end_lineno], first):
                 print(f"{number:>5}  {line}")
     if found and not name.endswith(".py"):
-        show_uses(symbol, files)
+        show_uses(symbol, files, trees)
     return found
 
 
@@ -72,21 +72,39 @@ def defined(node: ast.stmt) -> list[str]:
     return []
 
 
-def show_uses(name: str, files: dict[Path, str]) -> None:
-    """Print the lines that use a name, definitions and imports left out."""
-    word = name.rpartition(".")[2]
-    pattern = re.compile(rf"\.{word}\(" if "." in name else rf"(?<![\w.`]){word}\b")
+def show_uses(name: str, files: dict[Path, str], trees: dict[Path, ast.Module]) -> None:
+    """Print lines that use a name; definitions, imports, comments and strings are left out."""
+    owner, _, word = name.rpartition(".")
+    word = owner if word == "__init__" else word
+    pattern = re.compile(rf"\.{word}\b" if owner and word != owner else rf"(?<![\w.]){word}\b")
     skipped = re.compile(rf"^\s*(def|class|from|import) |^\s*{word},?$")
-    uses = [
-        f"  used {path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path, text in files.items()
-        for number, line in enumerate(text.splitlines(), 1)
-        if pattern.search(line) and not skipped.search(line) and "`" not in line
-    ]
+    uses = []
+    for path, text in files.items():
+        found = [
+            (number, line)
+            for number, line in enumerate(text.splitlines(), 1)
+            if pattern.search(line.partition("#")[0]) and not skipped.search(line)
+        ]
+        strings = string_lines(trees[path]) if found else set()
+        uses += [
+            f"  used {path.relative_to(ROOT)}:{number}: {line.strip()}"
+            for number, line in found
+            if number not in strings
+        ]
     print("\n".join(uses[:MAX_USES]))
     if len(uses) > MAX_USES:
         print(f"  and {len(uses) - MAX_USES} more")
     print()
+
+
+def string_lines(tree: ast.Module) -> set[int]:
+    """Lines of docstrings and of other expressions that are only a string."""
+    return {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
 
 
 if __name__ == "__main__":
