@@ -151,7 +151,8 @@ def test_all_ranks_report_the_same_and_two_runs_agree_bit_for_bit(gloo_pool):
         assert torch.equal(gradient, again[name])
 
 
-def test_a_batch_without_targets_runs_nothing():
+def single_pipeline():
+    """A pipeline of two one-layer chunks in one process, and its parameters."""
     chunks, _, parameters = make_model(Mesh.single(), (1, 1), ())
     pipeline = Pipeline(
         chunks,
@@ -161,20 +162,17 @@ def test_a_batch_without_targets_runs_nothing():
         device=CPU,
         balance=BalanceConfig(),
     )
+    return pipeline, parameters
+
+
+def test_a_batch_without_targets_runs_nothing():
+    pipeline, parameters = single_pipeline()
     losses = pipeline.train_step(toy_batches(2), 0)
     assert (losses.loss, losses.num_targets) == (0.0, 0)
     assert all((parameter.full.grad == 0).all() for parameter in parameters)
 
 
 def test_too_few_micro_batches_name_the_minimum():
-    chunks, _, _ = make_model(Mesh.single(), (1, 1), ())
-    pipeline = Pipeline(
-        chunks,
-        Mesh.single(),
-        hidden_size=HIDDEN,
-        dtype=torch.float64,
-        device=CPU,
-        balance=BalanceConfig(),
-    )
-    with pytest.raises(ValueError, match="2"):
+    pipeline, _ = single_pipeline()
+    with pytest.raises(ValueError, match=r"num_micro_batches is 1.*at least 2 \* pp = 2"):
         pipeline.train_step(toy_batches(1), 3)
