@@ -25,6 +25,7 @@ class ToyLayer(nn.Module):
     def __init__(self, num_local_experts):
         super().__init__()
         self.num_local_experts = num_local_experts
+        self.only_experts = EXPERTS
         self.mix = declare((HIDDEN, HIDDEN), Role.MATRIX, std=0.3)
         self.norm = declare((HIDDEN,), Role.NORM)
         if num_local_experts:
@@ -42,7 +43,7 @@ class ToyLayer(nn.Module):
         if not self.num_local_experts:
             return tokens, residual, None
         scores = (tokens.to(self.router.dtype) @ self.router.t()).softmax(-1)
-        weights, ids = scores.topk(TOP_K)
+        weights, ids = scores[:, : self.only_experts].topk(TOP_K)
         ids = ids.int()
         return tokens, residual, Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids)
 

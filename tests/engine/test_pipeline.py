@@ -23,8 +23,17 @@ COEFFICIENT = 0.1
 CPU = torch.device("cpu")
 
 
-def make_model(mesh, layers_per_chunk, dense, dtype=torch.float64):
+def send_all_to_the_first_experts(chunks):
+    """Make every router choose experts 0 and 1: ranks that hold others receive nothing."""
+    for chunk in chunks:
+        for layer in chunk.layers.values():
+            layer.only_experts = 2
+
+
+def make_model(mesh, layers_per_chunk, dense, dtype=torch.float64, *, only_first=False):
     chunks = toy_chunks(layers_per_chunk, mesh, dense)
+    if only_first:
+        send_all_to_the_first_experts(chunks)
     units = shard_chunks(chunks, mesh, compute_dtype=dtype, device=CPU)
     parameters = [parameter for unit in units for parameter in unit.parameters]
     initialise(parameters, seed=3)
@@ -33,10 +42,12 @@ def make_model(mesh, layers_per_chunk, dense, dtype=torch.float64):
     return chunks, units, parameters
 
 
-def reference(layers_per_chunk, dense, dtype=torch.float64):
+def reference(layers_per_chunk, dense, dtype=torch.float64, *, only_first=False):
     """Loss, balance and gradients by name, by plain autograd over the whole global batch."""
     halves = (sum(layers_per_chunk) // 2, (sum(layers_per_chunk) + 1) // 2)
-    chunks, units, parameters = make_model(Mesh.single(), halves, dense, dtype)
+    chunks, units, parameters = make_model(
+        Mesh.single(), halves, dense, dtype, only_first=only_first
+    )
     batches = toy_batches(NUM_BATCHES)
     count = sum(int((batch.targets != IGNORED_TARGET).sum()) for batch in batches)
     loss = balance = torch.zeros((), dtype=torch.float64)
@@ -55,12 +66,14 @@ def reference(layers_per_chunk, dense, dtype=torch.float64):
     return loss.item(), balance.item() / num_moe_layers, gradients
 
 
-def run_mesh(label, layers_per_chunk, dense, dtype=torch.float64):
+def run_mesh(label, layers_per_chunk, dense, dtype=torch.float64, only_first=False):
     """In a worker: one step on a mesh; returns losses and canonical gradient blocks."""
     mesh = Mesh.create(parse_mesh(label), timedelta(seconds=30))
     if mesh is None:
         return None
-    chunks, units, parameters = make_model(mesh, layers_per_chunk, dense, dtype)
+    chunks, units, parameters = make_model(
+        mesh, layers_per_chunk, dense, dtype, only_first=only_first
+    )
     share = NUM_BATCHES // mesh.num_batch_ranks
     batches = toy_batches(NUM_BATCHES)[mesh.batch_rank * share : (mesh.batch_rank + 1) * share]
     pipeline = Pipeline(
@@ -98,7 +111,7 @@ def assemble(blocks):
     return whole
 
 
-def check(result, expected, tolerance=1e-10):
+def check(result, expected, tolerance=1e-10, idle=frozenset()):
     loss, balance, gradients = expected
     losses, evaluated, blocks = result
     assert losses.loss == pytest.approx(loss, rel=tolerance)
@@ -107,6 +120,10 @@ def check(result, expected, tolerance=1e-10):
     found = assemble(blocks)
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
+        if name in idle:
+            gradient, found[name] = gradient[:2], found[name].clone()
+            assert (found[name][2:] == 0).all(), name
+            found[name] = found[name][:2]
         assert gradient.abs().max() > 0, name
         difference = (found[name] - gradient).abs().max() / gradient.abs().max()
         assert difference <= tolerance, f"{name}: {difference:.3g}"
@@ -132,6 +149,16 @@ def test_every_gradient_equals_one_process(gloo_pool, label, layers_per_chunk, d
     expected = reference(layers_per_chunk, dense)
     result = gloo_pool.run(run_mesh, label, layers_per_chunk, dense)[0]
     check(result, expected)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("label", ["ep2", "ep4", "dp2-ep2"])
+def test_a_rank_whose_experts_get_no_token_finishes_with_zero_gradients(gloo_pool, label):
+    expected = reference((1, 1), (), only_first=True)
+    result = gloo_pool.run(run_mesh, label, (1, 1), (), torch.float64, True)[0]
+    idle = {name for name in expected[2] if ".mlp." in name}
+    assert len(idle) == 6
+    check(result, expected, idle=idle)
 
 
 @pytest.mark.core

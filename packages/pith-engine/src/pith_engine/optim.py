@@ -10,6 +10,7 @@ from the start and named like the parameters, so a checkpoint can read it before
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -33,10 +34,10 @@ class AdamWConfig:
         wrong = []
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             wrong.append(f"optim.betas = {self.betas}: each from 0 to below 1")
-        if self.eps <= 0.0:
-            wrong.append(f"optim.eps = {self.eps}: above 0")
-        if self.weight_decay < 0.0:
-            wrong.append(f"optim.weight_decay = {self.weight_decay}: 0 or more")
+        if not 0.0 < self.eps < inf:
+            wrong.append(f"optim.eps = {self.eps}: above 0 and finite")
+        if not 0.0 <= self.weight_decay < inf:
+            wrong.append(f"optim.weight_decay = {self.weight_decay}: 0 or more and finite")
         if wrong:
             raise ValueError("\n".join(wrong))
 

@@ -13,7 +13,6 @@ Collectives take an `Axis` and are the identity when it has one rank.
 
 import os
 import random
-import re
 import sys
 import traceback
 from collections.abc import Generator, Mapping, Sequence
@@ -27,8 +26,6 @@ import torch
 from torch import Tensor, distributed
 
 from pith_engine.mesh import Axis, Mesh
-
-MINIMUM_TORCH = (2, 11)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +81,7 @@ def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
 
     Raises:
         ValueError: unknown device type, or fewer GPUs than processes on this machine.
-        RuntimeError: torch is too old.
     """
-    check_torch_version(torch.__version__)
     launch = read_launch(os.environ)
     device = torch.device("cpu")
     if device_type == "cuda":
@@ -133,16 +128,6 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
     sends = [(torch.zeros(1, device=device), peer) for peer in neighbours]
     receives = [(torch.zeros(1, device=device), peer) for peer in neighbours]
     exchange(sends, receives, mesh.pp).wait_sends()
-
-
-def check_torch_version(version: str) -> None:
-    """Raise a RuntimeError of one line when torch is too old."""
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if found < MINIMUM_TORCH:
-        needed = ".".join(str(part) for part in MINIMUM_TORCH)
-        raise RuntimeError(
-            f"torch {version} found, {needed} or newer needed: pip install 'torch>={needed}'"
-        )
 
 
 def set_seeds(seed: int) -> None:
