@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from mesh_round_trip import build_on, load_and_save
+from pith_apps.checks import changed_fields
+from pith_apps.config import config_record
 from pith_apps.convert import export_checkpoint, import_checkpoint
-from pith_engine.checkpoint import find_checkpoint, save_checkpoint
+from pith_apps.recipes.demo import demo
+from pith_engine.checkpoint import find_checkpoint, read_manifest, save_checkpoint
 from pith_engine.contract import Batch, Role, plain_hidden
 from pith_engine.fsdp import sharded_parameters
 from pith_engine.mesh import Mesh
@@ -97,6 +100,14 @@ def test_import_says_what_became_of_every_key(source: Path, tmp_path: Path, caps
         f"keys: {keys} loaded, 0 unexpected, 0 missing; dtype changes: {keys} keys bfloat16 -> "
         "float32" in capsys.readouterr().out
     )
+
+
+def test_import_keeps_the_model_as_a_run_would(source: Path, tmp_path: Path):
+    config = config_of(source)
+    facts = read_manifest(import_checkpoint(source, tmp_path / "imported", config)).run
+    recorded = config_record(replace(demo(), model=config))
+    assert facts["config"] == {"model": recorded["model"]}
+    assert changed_fields(facts["config"], recorded) == []
 
 
 def test_import_into_another_model_is_refused(source: Path, tmp_path: Path):

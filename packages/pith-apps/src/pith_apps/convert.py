@@ -137,7 +137,9 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
             )
             for tensor in layout
         ]
-        path = write_checkpoint(checkpoints, 0, blocks, {"imported_from": str(source)})
+        # The model as in `config_record`: who reads the checkpoint compares it with the recipe's.
+        facts = {"imported_from": str(source), "config": {"model": ours}}
+        path = write_checkpoint(checkpoints, 0, blocks, facts)
     print(f"imported {source} to {path}: {len(layout)} tensors, {total / 1e6:,.1f} MB")
     return path
 
