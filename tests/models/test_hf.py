@@ -133,6 +133,13 @@ def test_folder_without_config_or_weights_is_refused(tmp_path: Path):
         HuggingFaceTensors(tmp_path, (), torch.float32)
 
 
+@pytest.mark.parametrize("text", ["[1]", "null", "{", "\xe9"])
+def test_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"config\.json (is not JSON|holds a)"):
+        read_hf_config(tmp_path)
+
+
 def test_existing_folder_is_kept_unless_replaced(source: Path, tmp_path: Path):
     out = tmp_path / "out"
     out.mkdir()

@@ -120,11 +120,17 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
 
 
 def read_hf_config(folder: Path) -> dict:
-    """Read `config.json` of a Hugging Face folder; a ValueError if it has none."""
+    """Read `config.json` of a Hugging Face folder; a ValueError if it has no such object."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a Hugging Face folder: it has no config.json")
-    return json.loads(path.read_text())
+    try:
+        hf_fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(hf_fields, dict):
+        raise ValueError(f"{path} holds a {type(hf_fields).__name__}, expected a JSON object")
+    return hf_fields
 
 
 def export_tensors(
