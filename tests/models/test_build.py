@@ -149,6 +149,13 @@ def test_meshes_that_do_not_fit_are_refused():
         list(declared(Mesh.plan(MeshConfig(pp=2), 0), TINY, (3, 3)))
 
 
+@pytest.mark.parametrize("name", ["rope_theta", "rms_norm_eps", "initializer_range"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_constants_are_positive_and_finite(name: str, value: float):
+    with pytest.raises(ValueError, match=f"{name} = {value}: must be positive and finite"):
+        replace(TINY, **{name: value})
+
+
 def test_config_reports_all_faults_at_once():
     with pytest.raises(ValueError, match="Qwen3MoeConfig") as error:
         replace(

@@ -15,6 +15,7 @@ The trap: `head_dim` need not be `hidden_size / num_attention_heads` (Qwen3-30B-
 """
 
 from dataclasses import asdict, dataclass, fields
+from math import inf
 
 from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, Role, Routing, declare
 from pith_ops.attention import AttentionBackend, attention
@@ -98,8 +99,8 @@ class Qwen3MoeConfig:
                 f"{self.num_hidden_layers - 1}"
             )
         for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
-            if not values[name] > 0:
-                faults.append(f"{name} = {values[name]}: must be positive")
+            if not 0 < values[name] < inf:
+                faults.append(f"{name} = {values[name]}: must be positive and finite")
         if faults:
             raise ValueError("Qwen3MoeConfig: " + "; ".join(faults))
 
