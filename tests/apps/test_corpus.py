@@ -125,6 +125,18 @@ def test_missing_eos_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     assert (meta.eos_id, meta.num_tokens) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    ["[1]", "null", "{", '{"eos_token": {"id": 2}}', '{"eos_token": 2}', '{"eos_token": ["a"]}'],
+)
+def test_malformed_tokenizer_config_is_refused(tmp_path: Path, settings: str) -> None:
+    folder = word_tokenizer(tmp_path / "words", {"?": 0, "a": 1, "<eos>": 2}, None)
+    (folder / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json(:| is not JSON)"):
+        open_tokenizer(folder)
+    assert open_tokenizer(folder, "<eos>")[1] == 2
+
+
 def test_bad_inputs_are_named_together_and_leave_nothing(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -195,6 +207,19 @@ def test_damaged_corpora_are_refused(tmp_path: Path, tokenizer: Path) -> None:
         ({"meta": None}, "no meta.json"),
         ({"meta": b"[1, 2]"}, "not one of ours"),
         ({"meta": b"{"}, "not one of ours"),
+        ({"meta": b"null"}, "not one of ours"),
+        *(
+            ({"meta": json.dumps({**meta, name: value}).encode()}, f"not one of ours: {name} is")
+            for name, value in {
+                "max_id": None,
+                "num_tokens": str(len(tokens)),
+                "num_documents": -1,
+                "vocab_size": 512.0,
+                "eos_id": True,
+                "dtype": "words",
+                "sha256": 0,
+            }.items()
+        ),
         ({"meta": other}, "meta.json says"),
         ({"tokens": (tmp_path / "wide.npy").read_bytes()}, "uint32, meta.json says .* uint16"),
     ]:

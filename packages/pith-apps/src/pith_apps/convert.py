@@ -11,7 +11,6 @@ The trap: bf16 -> fp32 -> bf16 is exact, so an import that is exported again in 
 has the same bytes; a trained fp32 weight exported in bf16 is rounded.
 """
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -33,7 +32,7 @@ from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
 
-from pith_apps.corpus import open_tokenizer
+from pith_apps.corpus import named_eos_token, open_tokenizer
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -157,8 +156,7 @@ def _companion_fields(folder: Path | None) -> dict[str, object]:
     if (folder / "config.json").is_file():
         fields = read_hf_config(folder)
         return {name: fields[name] for name in _COMPANION_FIELDS if name in fields}
-    settings = folder / "tokenizer_config.json"
-    if settings.is_file() and json.loads(settings.read_text()).get("eos_token") is not None:
+    if named_eos_token(folder) is not None:
         return {"eos_token_id": open_tokenizer(folder)[1]}
     return {}
 

@@ -70,6 +70,15 @@ class CorpusMeta:
     sha256: str
     """SHA-256 of the raw token ids followed by the raw document offsets."""
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            kind = CorpusMeta.__annotations__[name]
+            if type(value) is not kind or (kind is int and value < 0):
+                allowed = "a whole number from 0" if kind is int else "a text"
+                raise ValueError(f"{name} is {value!r}, expected {allowed}")
+        if self.dtype not in ("uint16", "uint32"):
+            raise ValueError(f"dtype is {self.dtype!r}, expected uint16 or uint32")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
@@ -246,11 +255,8 @@ def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenize
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises the bare Exception
         raise ValueError(f"tokenizer {path}: {error}") from None
-    config_path = folder / "tokenizer_config.json"
-    if eos_token is None and config_path.exists():
-        eos_token = json.loads(config_path.read_text()).get("eos_token")
-        if isinstance(eos_token, dict):
-            eos_token = eos_token["content"]
+    if eos_token is None:
+        eos_token = named_eos_token(folder)
     if eos_token is None:
         raise ValueError(
             f"tokenizer {folder} names no eos_token in tokenizer_config.json, and every document "
@@ -260,6 +266,26 @@ def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenize
     if eos_id is None:
         raise ValueError(f"eos_token {eos_token!r} is not in the vocabulary of {path}")
     return tokenizer, eos_id
+
+
+def named_eos_token(folder: Path) -> str | None:
+    """The EOS token that a folder's `tokenizer_config.json` names; None without name or file."""
+    path = folder / TOKENIZER_FILES[1]
+    if not path.exists():
+        return None
+    try:
+        settings = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if isinstance(settings, dict):
+        token = settings.get("eos_token")
+        if isinstance(token, dict):
+            token = token.get("content", token)
+        if token is None or isinstance(token, str):
+            return token
+    raise ValueError(
+        f"{path}: expected an object whose eos_token is a text, or an object with it as content"
+    )
 
 
 def tokenizer_hash(folder: Path) -> str:
