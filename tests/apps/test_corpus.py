@@ -153,8 +153,9 @@ def test_bad_inputs_are_named_together_and_leave_nothing(tmp_path: Path, tokeniz
         (["broken.jsonl"], "broken.jsonl:2 is not JSON"),
         ([], "no input file"),
     ]:
-        with pytest.raises(ValueError, match=match):
-            tokenize_files([tmp_path / name for name in names], tokenizer, out)
+        for output in (out, tmp_path / "new" / "deep" / "out"):
+            with pytest.raises(ValueError, match=match):
+                tokenize_files([tmp_path / name for name in names], tokenizer, output)
     with pytest.raises(ValueError, match="num_workers is 0"):
         tokenize_files([tmp_path / "bad.jsonl"], tokenizer, out, num_workers=0)
     with pytest.raises(ValueError, match="exists"):

@@ -22,7 +22,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from multiprocessing import get_context
@@ -364,15 +364,19 @@ def _new_folder(output: Path) -> Generator[Path]:
     if output.exists():
         raise ValueError(f"{output} exists: remove it or name another folder")
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    new_parents = [parent for parent in output.parents if not parent.exists()]
     try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f"cannot write {output}: {error}") from None
-    try:
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise ValueError(f"cannot write {output}: {error}") from None
         yield temporary
         temporary.rename(output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # one that holds something stays
+            for parent in new_parents:
+                parent.rmdir()
 
 
 def _encode(
