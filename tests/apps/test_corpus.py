@@ -160,6 +160,10 @@ def test_bad_inputs_are_named_together_and_leave_nothing(tmp_path: Path, tokeniz
         tokenize_files([tmp_path / "bad.jsonl"], tokenizer, out, num_workers=0)
     with pytest.raises(ValueError, match="exists"):
         tokenize_files([tmp_path / "bad.jsonl"], tokenizer, tokenizer)
+    with pytest.raises(ValueError, match="cannot tokenize") as error:
+        tokenize_files([tmp_path / "gone.py"], tmp_path, tokenizer, num_workers=0)
+    for part in ("gone.py: no such", "tokenizer.json", "num_workers is 0", f"{tokenizer} exists"):
+        assert part in str(error.value)
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -138,14 +138,24 @@ def tokenize_files(
     `eos_token` is given, `tokenizer_config.json` that names it. `num_workers` processes encode.
 
     Raises:
-        ValueError: an input is missing or malformed, the tokenizer has no EOS token, the output
-            exists, or there is no text; nothing stays.
+        ValueError: inputs are missing, the tokenizer has no EOS token, the output exists, too few
+            workers, all named at once; or an input is malformed, or there is no text. Nothing
+            stays.
     """
-    tokenizer, eos_id = open_tokenizer(tokenizer_folder, eos_token)
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    files = _list_files(inputs)
+    files, faults = _list_files(inputs)
+    opened = None
+    try:
+        opened = open_tokenizer(tokenizer_folder, eos_token)
+    except ValueError as error:
+        faults.append(str(error))
     if num_workers < 1:
-        raise ValueError(f"num_workers is {num_workers}; it must be at least 1")
+        faults.append(f"num_workers is {num_workers}; it must be at least 1")
+    if output.exists():
+        faults.append(f"{output} exists: remove it or name another folder")
+    if faults or opened is None:
+        raise ValueError("cannot tokenize:\n  " + "\n  ".join(faults))
+    tokenizer, eos_id = opened
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     with _new_folder(output) as folder:
         ends, num_empty = [0], 0
         batches = _batches(read_documents(files, text_field))
@@ -336,7 +346,8 @@ def _text_of_line(line: str, text_field: str, where: str) -> str:
     return text
 
 
-def _list_files(inputs: list[Path]) -> list[Path]:
+def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
+    """The files to read, and what is wrong with them or with `inputs`."""
     files, faults = [], []
     for path in inputs:
         if path.is_dir():
@@ -353,9 +364,7 @@ def _list_files(inputs: list[Path]) -> list[Path]:
     faults += [f"{path}: not readable" for path in files if not os.access(path, os.R_OK)]
     if not inputs:
         faults.append("no input file given")
-    if faults:
-        raise ValueError("cannot tokenize:\n  " + "\n  ".join(faults))
-    return files
+    return files, faults
 
 
 @contextmanager
