@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -44,10 +45,11 @@ def pith(folder: Path, *arguments: str) -> str:
     return output
 
 
-def steps_of(folder: Path, name: str) -> list[tuple[int, float, float]]:
-    """Step, loss and gradient norm of every step of a run, all digits."""
+def steps_of(folder: Path, name: str) -> list[tuple[float, ...]]:
+    """Step, loss, gradient norm, learning rate and tokens seen of every step, all digits."""
+    names = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
     records = read_metrics(folder / "runs" / name)
-    return [(r["step"], r["loss"], r["grad_norm"]) for r in records if "loss" in r]
+    return [tuple(r[name] for name in names) for r in records if "loss" in r]
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +100,31 @@ def test_a_run_leaves_what_it_says(folder):
         )
 
 
+# Never gets past its fifth step.
+HANGS = """
+import time
+from pith_apps.config import RunConfig
+from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b_tiny
+from pith_engine.pipeline import Pipeline
+
+_train_step, _calls = Pipeline.train_step, []
+
+def _hangs(self, batches, num_targets):
+    _calls.append(1)
+    if len(_calls) == 6:
+        time.sleep(600)
+    return _train_step(self, batches, num_targets)
+
+Pipeline.train_step = _hangs
+
+def hangs() -> RunConfig:
+    return qwen3_30b_a3b_tiny()
+"""
+
+
 def test_a_killed_run_resumes_and_ends_alike(folder):
-    process = start(folder, "pretrain", *SIX, "--name", "killed")
+    (folder / "hangs.py").write_text(HANGS)
+    process = start(folder, "pretrain", "hangs.py", *SIX[1:], "--name", "killed")
     deadline = time.monotonic() + 200
     while len(steps_of(folder, "killed")) < 5:
         assert time.monotonic() < deadline
@@ -108,7 +133,8 @@ def test_a_killed_run_resumes_and_ends_alike(folder):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     output = pith(folder, "pretrain", *SIX, "--name", "killed")
-    assert "resumed at step 4 of 6" in output or "resumed at step 6 of 6" in output
+    # Step 5 was logged before the kill and is run again.
+    assert "resumed at step 4 of 6" in output
     assert steps_of(folder, "killed") == steps_of(folder, "whole")
     assert [r for r in read_metrics(folder / "runs" / "killed") if "held_out_loss" in r] == [
         r for r in read_metrics(folder / "runs" / "whole") if "held_out_loss" in r
@@ -130,6 +156,22 @@ def test_what_decides_the_numbers_may_not_change_on_resume(folder, monkeypatch, 
     assert "resumed at step 6 of 6" in output
     assert "changed since that checkpoint: optim.weight_decay: 0.1 -> 0.0" in output
     assert "nothing is left to train" in output
+
+
+@pytest.mark.parametrize("verb", [["convert", "export"], ["evaluate"]])
+def test_the_model_must_be_that_of_the_checkpoint(folder, monkeypatch, capsys, verb):
+    monkeypatch.chdir(folder)
+    command = [*verb, *SIX, "--name", "whole", "--model.rope-theta", "5000"]
+    assert main([*command, "--train.seed", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "holds another model: model.rope_theta: 1000000.0 -> 5000.0\n" in error
+
+
+def test_evaluate_needs_a_checkpoint_before_ranks_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", *FOUR_RANKS]) == 2
+    assert "holds no complete checkpoint" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_evaluate_repeats_the_last_held_out_loss(folder):
@@ -199,9 +241,12 @@ def test_changed_fields_names_paths_in_both_trees():
 def test_two_launchers_give_the_losses_of_one(folder):
     output = pith(folder, "pretrain", *FOUR_RANKS, "--name", "one", "--train.steps", "3")
     assert "mesh pp2-ep2: 4 process(es) on 1 node(s)" in output
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29731", "--rdzv-id", "pith"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "pith"),
         *("-m", "pith_apps.cli", "pretrain", *FOUR_RANKS, "--name", "two"),
         *("--train.steps", "3"),
     ]

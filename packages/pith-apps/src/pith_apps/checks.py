@@ -75,13 +75,8 @@ def check_resume(config: RunConfig) -> None:
         return
     from pith_engine.checkpoint import read_manifest
 
-    facts = read_manifest(newest).run
-    found = [
-        change
-        for change in changed_fields(facts.get("config", {}), config_record(config))
-        if change.startswith(FIXED_FIELDS)
-    ]
-    folders, saved = config.folders, facts.get("corpus")
+    found = fixed_changes(config, newest, FIXED_FIELDS)
+    folders, saved = config.folders, read_manifest(newest).run.get("corpus")
     if saved is not None and folders.training.exists():
         corpus = Corpus.open(folders.training, config.model.vocab_size)
         if corpus.meta.sha256 != saved:
@@ -92,6 +87,14 @@ def check_resume(config: RunConfig) -> None:
             f"run {config.name!r} cannot resume {newest}:{lines}\n"
             "go back to the values of the checkpoint, or start another run with --name"
         )
+
+
+def fixed_changes(config: RunConfig, checkpoint: Path, fixed: tuple[str, ...]) -> list[str]:
+    """The changes since a checkpoint that begin with one of `fixed`."""
+    from pith_engine.checkpoint import read_manifest
+
+    changes = changed_fields(read_manifest(checkpoint).run.get("config", {}), config_record(config))
+    return [change for change in changes if change.startswith(fixed)]
 
 
 def newest_checkpoint(config: RunConfig) -> Path | None:
@@ -110,7 +113,7 @@ def required_checkpoint(config: RunConfig) -> Path:
     """The newest complete checkpoint of the run.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or it holds another model than the configuration.
     """
     newest = newest_checkpoint(config)
     if newest is None:
@@ -118,6 +121,8 @@ def required_checkpoint(config: RunConfig) -> Path:
             f"{config.checkpoint_folder} holds no complete checkpoint: run `pith pretrain` first, "
             "or set --name and --runs-folder to those of a run that has one"
         )
+    if changes := fixed_changes(config, newest, ("model.",)):
+        raise ValueError(f"{newest} holds another model: {'; '.join(changes)}")
     return newest
 
 

@@ -172,7 +172,7 @@ def _import(rest: list[str]) -> int:
 def _run_in_ranks(verb: str, rest: list[str]) -> int:
     """Check the run, then be one rank of it or start the ranks."""
     from pith_apps.arguments import RunArguments
-    from pith_apps.checks import check_resume, check_run
+    from pith_apps.checks import check_resume, check_run, required_checkpoint
     from pith_apps.launch import find_machine, is_rank, launch
 
     config = _parse_recipe(verb, rest, RunArguments).config
@@ -180,6 +180,8 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
     check_run(config, machine)
     if verb == "pretrain":
         check_resume(config)
+    else:
+        required_checkpoint(config)
     if not is_rank(os.environ) and machine.world_size > 1:
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         return launch(machine.world_size, [verb, *rest])

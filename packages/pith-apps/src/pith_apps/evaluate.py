@@ -21,7 +21,7 @@ def evaluate(config: RunConfig) -> int:
     """Print the held-out loss of the newest checkpoint; every rank of the run calls it.
 
     Raises:
-        ValueError: there is no complete checkpoint.
+        ValueError: there is no complete checkpoint, or it holds another model.
     """
     newest = required_checkpoint(config)
     with joined_mesh(config) as (mesh, device):
