@@ -83,3 +83,20 @@ def test_a_file_holds_one_recipe(tmp_path: Path):
     path.write_text("x = 1\n")
     with pytest.raises(ValueError, match="found: none"):
         load_recipe(str(path))
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("x = 1\ndef broken(:\n", r"mine\.py:2: SyntaxError"),
+        ("x = 1\n\nimport nowhere\n", r"mine\.py:3: ModuleNotFoundError: .*nowhere"),
+        (RECIPE.replace("helper(6)", "helper('6')"), r"mine\.py:7: TypeError"),
+        (RECIPE.replace('name="mine"', "nam=1"), r"mine\.py:13: TypeError.*nam"),
+        (RECIPE.replace("return replace(", "replace("), r"mine\.py: mine returns None"),
+    ],
+)
+def test_a_file_that_fails_is_refused_by_line(tmp_path: Path, source: str, named: str):
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    with pytest.raises(ValueError, match=named):
+        load_recipe(str(path))

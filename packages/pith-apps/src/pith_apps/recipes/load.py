@@ -6,9 +6,12 @@ usually starts from a built-in one with `dataclasses.replace`.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from runpy import run_path
+from traceback import extract_tb
 from typing import get_type_hints
 
 from pith_apps.config import RunConfig
@@ -25,7 +28,7 @@ def load_recipe(name: str) -> RunConfig:
         name: one of `BUILT_IN_RECIPES`, or the path of a `.py` file.
 
     Raises:
-        ValueError: no such recipe or file, or not exactly one recipe in the file.
+        ValueError: no such recipe or file, not exactly one recipe in the file, or it fails.
     """
     match name:
         case "demo":
@@ -49,18 +52,37 @@ def _recipe_of_file(path: Path) -> RunConfig:
     if not path.is_file():
         raise ValueError(f"recipe is {str(path)!r}: there is no such file")
     run_name = f"pith_recipe_{path.stem}"
-    recipes = [
-        item
-        for name, item in run_path(str(path), run_name=run_name).items()
-        if inspect.isfunction(item)
-        and item.__module__ == run_name
-        and not name.startswith("_")
-        and get_type_hints(item).get("return") is RunConfig
-    ]
+    with _named_faults(path):
+        recipes = [
+            item
+            for name, item in run_path(str(path), run_name=run_name).items()
+            if inspect.isfunction(item)
+            and item.__module__ == run_name
+            and not name.startswith("_")
+            and get_type_hints(item).get("return") is RunConfig
+        ]
     if len(recipes) != 1:
         names = ", ".join(recipe.__name__ for recipe in recipes) or "none"
         raise ValueError(
             f"recipe {str(path)!r} must hold exactly one public function annotated "
             f"`-> RunConfig`; found: {names}"
         )
-    return recipes[0]()
+    with _named_faults(path):
+        config = recipes[0]()
+    if not isinstance(config, RunConfig):
+        raise ValueError(f"recipe {path}: {recipes[0].__name__} returns {config!r}, no RunConfig")
+    return config
+
+
+@contextmanager
+def _named_faults(path: Path) -> Iterator[None]:
+    """Turn whatever the file raises into a ValueError that names its line."""
+    try:
+        yield
+    except Exception as error:
+        frames = extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        if isinstance(error, SyntaxError):
+            lines = lines or [error.lineno]
+        place = f"{path}:{lines[-1]}" if lines else path
+        raise ValueError(f"recipe {place}: {type(error).__name__}: {error}") from error
