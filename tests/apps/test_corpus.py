@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import stat
 import time
 from dataclasses import asdict
@@ -298,6 +299,24 @@ def test_standard_library_corpus(tmp_path: Path) -> None:
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     prepare_standard_library(tmp_path, max_bytes=1_000_000)
     assert stamps == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+
+def test_first_runs_at_once_share_the_standard_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, others = Path.rename, []
+
+    def rename_second(self: Path, target: Path) -> Path:
+        if target.parent == tmp_path / "ours":  # the other run is first every time
+            shutil.copytree(self, target)
+            others.append(target.name)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename_second)
+    prepare_standard_library(tmp_path / "ours", vocab_size=512, max_bytes=200_000)
+    assert others == ["tokenizer", "training", "held_out"]
+    assert sorted(p.name for p in (tmp_path / "ours").iterdir()) == sorted(others)
+    assert len(Corpus.open(tmp_path / "ours" / "training", 512).tokens) > 10_000
 
 
 def test_unigram_entropy_is_the_entropy() -> None:

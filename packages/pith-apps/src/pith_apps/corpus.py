@@ -211,15 +211,18 @@ def prepare_standard_library(
 ) -> None:
     """Make `folder/{tokenizer,training,held_out}` of the standard library; keeps what is there.
 
+    Several runs may do so at once: each makes the same bytes, and the first to finish stays.
     At most `max_bytes` of source are used for training, evenly over the files: seconds of work.
     """
     training, held_out = standard_library_files()
     training = _spread(training, max_bytes)
     if not (folder / "tokenizer").exists():
-        train_tokenizer(training, folder / "tokenizer", vocab_size=vocab_size)
+        with _unless_made_meanwhile(folder / "tokenizer"):
+            train_tokenizer(training, folder / "tokenizer", vocab_size=vocab_size)
     for name, files in (("training", training), ("held_out", held_out)):
         if not (folder / name).exists():
-            tokenize_files(files, folder / "tokenizer", folder / name)
+            with _unless_made_meanwhile(folder / name):
+                tokenize_files(files, folder / "tokenizer", folder / name)
 
 
 def train_tokenizer(
@@ -365,6 +368,16 @@ def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
     if not inputs:
         faults.append("no input file given")
     return files, faults
+
+
+@contextmanager
+def _unless_made_meanwhile(output: Path) -> Generator[None]:
+    """Forgives a failure to make `output` if it is there by then: whole, since it was renamed."""
+    try:
+        yield
+    except (OSError, ValueError):
+        if not output.exists():
+            raise
 
 
 @contextmanager
