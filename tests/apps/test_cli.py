@@ -58,7 +58,12 @@ def test_no_arguments_print_the_usage(capsys):
             ["pretrain", "demo", "--train.steps", "4", "--train.steps=5"],
             ["given more than once: --train.steps"],
         ),
+        (
+            ["pretrain", "demo", "--data.standard-library", "--data.no-standard_library"],
+            ["given more than once: --data.standard-library"],
+        ),
         (["tokenize", "--inputs", "x.txt"], ["--tokenizer", "--output"]),
+        (["tokenize", "--inputs", "x", "--inputs", "y"], ["given more than once: --inputs"]),
     ],
 )
 def test_mistakes_are_refused_with_a_way_out(arguments, named, capsys, monkeypatch, tmp_path):
@@ -103,6 +108,17 @@ def test_a_rank_of_a_wrong_world_refuses_alone(tmp_path, monkeypatch, capsys):
     assert main(["pretrain", "demo", "--train.device", "cpu"]) == 2
     assert "8 run" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_launcher_is_named_only_while_it_runs(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "pith_apps.launch.launch", lambda *_: seen.append(os.environ["PITH_LAUNCHER"]) or 7
+    )
+    assert main(["parity", "demo", "--train.device", "cpu"]) == 7
+    assert seen == [str(os.getpid())]
+    assert "PITH_LAUNCHER" not in os.environ
 
 
 def test_the_command_ends_with_its_exit_code(tmp_path):

@@ -11,6 +11,7 @@ from pith_apps.config import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    LogConfig,
     RunConfig,
     config_record,
 )
@@ -141,7 +142,7 @@ def test_run_folders_that_cannot_be_written(run, tmp_path):
     (found,) = violations(blocked, machine())
     assert "runs_folder" in found
     assert str(tmp_path / "file") in found
-    for name in ("", "..", "a/b"):
+    for name in ("", "..", "a/b", "é" * 128):
         (found,) = violations(replace(run, name=name), machine())
         assert f"name is {name!r}" in found
 
@@ -204,6 +205,9 @@ def test_all_violations_come_in_one_error_and_nothing_is_written(run, tmp_path):
         ("checkpoint.keep", 0),
         ("nproc", 0),
         ("timeout", 0.0),
+        ("timeout", float("inf")),
+        ("timeout", 1e10),
+        ("train.seed", 2**63),
     ],
 )
 def test_numbers_out_of_range_are_named(run, path, value):
@@ -218,6 +222,42 @@ def test_numbers_out_of_range_are_named(run, path, value):
             bad = replace(run, **{name: value})
     (found,) = violations(bad, machine())
     assert found.startswith(f"{path} is {value}: allowed are")
+
+
+def test_a_number_out_of_range_hides_nothing_else(run):
+    bad = replace(
+        run,
+        mesh=MeshConfig(ep=3),
+        data=DataConfig(),
+        train=replace(run.train, steps=0, micro_batch=2, batch=7, attention="cudnn"),
+    )
+    found = "\n".join(violations(bad, machine()))
+    for part in ("train.steps is 0", "mesh.ep = 3", "--train.batch 8", "data.training", "cudnn"):
+        assert part in found
+    for name in ("micro_batch", "batch", "sequence_length"):
+        worse = replace(bad, train=replace(bad.train, **{name: -2}), data=run.data)
+        found = "\n".join(violations(worse, machine()))
+        assert f"set --train.{name.replace('_', '-')} 1 or more" in found
+        assert "cudnn" in found
+
+
+def test_tensorboard_that_is_not_installed_is_refused(run, monkeypatch):
+    asked = replace(run, log=LogConfig(tensorboard=True))
+    monkeypatch.setattr("pith_apps.checks.find_spec", lambda name: None)
+    (found,) = violations(asked, machine())
+    assert "pip install 'pith-apps[tensorboard]'" in found
+    assert violations(run, machine()) == []
+
+
+def test_bf16_on_a_gpu_needs_rows_of_16_bytes(run):
+    model = replace(run.model, hidden_size=68, moe_intermediate_size=44)
+    odd = replace(run, model=model, train=replace(run.train, attention="reference"))
+    assert violations(odd, machine()) == []
+    on_gpu = replace(odd, train=replace(odd.train, device="cuda", dtype="bf16"))
+    found = violations(on_gpu, machine(num_gpus=1))
+    assert len(found) == 2
+    assert "--model.hidden-size 72" in found[0]
+    assert "--model.moe-intermediate-size 48" in found[1]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from pith_apps.parity import (
     parity_sequences,
     parity_worker,
 )
+from pith_apps.plan import Machine
 from pith_engine.balance import BalanceConfig
 from pith_engine.contract import IGNORED_TARGET
 from pith_engine.fsdp import Unit
@@ -263,8 +264,9 @@ def test_verdicts() -> None:
 
 
 def test_meshes_that_cannot_run_are_refused_together() -> None:
-    check_parity(tiny(), tuple(parse_mesh(label) for label in PARITY_MESHES))
+    here = Machine(world_size=4, processes_here=4, num_gpus=0)
+    check_parity(tiny(), tuple(parse_mesh(label) for label in PARITY_MESHES), "fp64", here)
     with pytest.raises(ValueError, match=r"(?s)pp4: mesh.pp = 4 .*ep3: mesh.ep = 3"):
-        check_parity(tiny(), (parse_mesh("pp4"), parse_mesh("ep3")))
+        check_parity(tiny(), (parse_mesh("pp4"), parse_mesh("ep3")), "fp64", here)
     with pytest.raises(ValueError, match="no mesh is named"):
-        check_parity(tiny(), ())
+        check_parity(tiny(), (), "fp64", here)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pith_apps.cli import main
 
 RECIPE = """
 from dataclasses import replace
@@ -52,3 +53,20 @@ def test_exit_code(tmp_path: Path, source: str, code: int, verdict: str) -> None
     row = next(line for line in done.stdout.splitlines() if line.startswith("ep2"))
     assert ("experts_" in row and "5.0e-01" in row) == (verdict == "FAIL")
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.py"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--train.sequence-length", "-5"], "train.sequence_length is -5"),
+        (["--train.device", "cuda"], "this machine shows 0 GPU(s)"),
+        (["--train.device", "cpu", "--train.attention", "cudnn"], "train.attention is 'cudnn'"),
+        (["--mesh.ep", "2"], "--mesh.ep: parity sets these; give --meshes and --dtype"),
+        (["--train.dtype=fp32"], "--train.dtype: parity sets these"),
+        (["--layers-per-chunk", "1", "3"], "--layers-per-chunk: parity sets these"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_ranks_start(options, named, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert main(["parity", "demo", *options]) == 2
+    assert named in capsys.readouterr().err

@@ -10,6 +10,7 @@ yet; whatever relates two fields to one another therefore stands here.
 
 import os
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,9 @@ def check_run(config: RunConfig, machine: Machine) -> None:
 
 def violations(config: RunConfig, machine: Machine) -> list[str]:
     """Everything that is wrong with running `config` on `machine`; empty when nothing is."""
-    out_of_range = _range_violations(config)
-    found = out_of_range + _place_violations(config) + _device_violations(config, machine)
-    if not out_of_range:
+    found = step_violations(config, machine) + _place_violations(config)
+    counts = (machine.world_size, config.train.batch, config.train.micro_batch)
+    if min(counts) > 0:
         found += mesh_violations(
             config.mesh,
             world_size=machine.world_size,
@@ -57,7 +58,17 @@ def violations(config: RunConfig, machine: Machine) -> list[str]:
             num_layers=config.model.num_hidden_layers,
             num_micro_batches=config.num_micro_batches,
         )
-        found += _model_violations(config) + _data_violations(config)
+        found += _batch_violations(config)
+    return found + _model_violations(config) + _data_violations(config)
+
+
+def step_violations(config: RunConfig, machine: Machine) -> list[str]:
+    """What keeps any step from being computed here, whatever the mesh and the data."""
+    found = _range_violations(config) + _device_violations(config, machine)
+    try:
+        chosen_attention(config)
+    except ValueError as error:
+        found.append(f"train.attention is {config.train.attention!r}: {error}")
     return found
 
 
@@ -166,27 +177,41 @@ def _range_violations(config: RunConfig) -> list[str]:
         ("checkpoint.keep", config.checkpoint.keep, 1),
     ]
     found = [
-        f"{path} is {value}: allowed are whole numbers from {least}; set --{path} {least} or more"
+        f"{path} is {value}: allowed are whole numbers from {least}; "
+        f"set --{path.replace('_', '-')} {least} or more"
         for path, value, least in at_least
         if value is not None and value < least
     ]
-    for path, value in [
-        ("timeout", config.timeout),
-        ("train.max_grad_norm", config.train.max_grad_norm),
-    ]:
-        if not value > 0:
-            found.append(f"{path} is {value}: allowed are numbers above 0; set --{path} 1")
+    if config.train.seed >= 2**63:
+        found.append(f"train.seed is {config.train.seed}: allowed are numbers below 2**63")
+    if not 0 < config.timeout <= 1e9:
+        found.append(
+            f"timeout is {config.timeout}: allowed are seconds above 0 and up to 1e9; "
+            "set --timeout 600"
+        )
+    if not config.train.max_grad_norm > 0:
+        found.append(
+            f"train.max_grad_norm is {config.train.max_grad_norm}: allowed are numbers above 0; "
+            "set --train.max-grad-norm 1"
+        )
     return found
 
 
 def _place_violations(config: RunConfig) -> list[str]:
-    """A run folder that cannot be written."""
-    found = []
-    if config.name in ("", ".", "..") or Path(config.name).name != config.name:
+    """A run folder or a log that cannot be written."""
+    found, name = [], config.name
+    if name in ("", ".", "..") or Path(name).name != name or len(os.fsencode(name)) > 255:
         found.append(
-            f"name is {config.name!r}: allowed is the name of one folder; set --name my-run"
+            f"name is {name!r}: allowed is the name of one folder, up to 255 bytes; "
+            "set --name my-run"
         )
-    existing = config.run_folder.absolute()
+        name = "."
+    if config.log.tensorboard and find_spec("tensorboard") is None:
+        found.append(
+            "log.tensorboard is True, but TensorBoard is not installed: "
+            "pip install 'pith-apps[tensorboard]'"
+        )
+    existing = (config.runs_folder / name).absolute()
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -197,16 +222,32 @@ def _place_violations(config: RunConfig) -> list[str]:
     return found
 
 
+def _batch_violations(config: RunConfig) -> list[str]:
+    """A batch that its micro-batches do not divide."""
+    batch, micro_batch = config.train.batch, config.train.micro_batch
+    if batch % micro_batch == 0:
+        return []
+    return [
+        f"train.batch is {batch}: allowed are multiples of train.micro_batch {micro_batch}; "
+        f"set --train.batch {batch + micro_batch - batch % micro_batch}"
+    ]
+
+
 def _model_violations(config: RunConfig) -> list[str]:
-    """Sizes that do not fit together, an attention backend that is not there."""
-    model, num_chunks, batch = config.model, 2 * config.mesh.pp, config.train.batch
+    """Sizes that do not fit together."""
+    model, num_chunks = config.model, 2 * config.mesh.pp
     found = []
-    if batch % config.train.micro_batch:
-        above = batch + config.train.micro_batch - batch % config.train.micro_batch
-        found.append(
-            f"train.batch is {batch}: allowed are multiples of train.micro_batch "
-            f"{config.train.micro_batch}; set --train.batch {above}"
-        )
+    if (config.train.device, config.train.dtype) == ("cuda", "bf16"):
+        # Rows of a grouped matrix product must start at multiples of 16 bytes.
+        found += [
+            f"model.{name} is {size}: allowed are multiples of 8 in bf16 on a GPU; "
+            f"set --model.{name.replace('_', '-')} {size + 8 - size % 8}"
+            for name, size in [
+                ("hidden_size", model.hidden_size),
+                ("moe_intermediate_size", model.moe_intermediate_size),
+            ]
+            if size % 8
+        ]
     chosen = config.layers_per_chunk
     if chosen is not None and (
         len(chosen) != num_chunks or min(chosen) < 1 or sum(chosen) != model.num_hidden_layers
@@ -220,10 +261,6 @@ def _model_violations(config: RunConfig) -> list[str]:
             f"train.sequence_length is {config.train.sequence_length}: the model has positions up "
             f"to model.max_position_embeddings {model.max_position_embeddings}"
         )
-    try:
-        chosen_attention(config)
-    except ValueError as error:
-        found.append(f"train.attention is {config.train.attention!r}: {error}")
     return found
 
 
@@ -277,6 +314,7 @@ def _corpus_violations(config: RunConfig, path: str, folder: Path) -> list[str]:
         found.append(f"{path} is {str(folder)!r}: one token has no target; give more text")
     elif (
         path == "data.training"
+        and train.sequence_length > 0
         and num_samples(meta.num_tokens, train.sequence_length) < train.batch
     ):
         fault = too_few_samples(meta.num_tokens, train.sequence_length, train.batch)

@@ -12,6 +12,7 @@ Exit codes: 0 done, 1 a rank failed or a comparison was off, 2 refused before an
 
 import ctypes
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -124,6 +125,7 @@ def _tokenize(rest: list[str]) -> int:
 
     from pith_apps.corpus import tokenize_files
 
+    _option_names(rest)
     arguments = tyro.cli(TokenizeArguments, args=rest, prog="pith tokenize")
     meta = tokenize_files(
         list(arguments.inputs),
@@ -173,7 +175,7 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
     """Check the run, then be one rank of it or start the ranks."""
     from pith_apps.arguments import RunArguments
     from pith_apps.checks import check_resume, check_run, required_checkpoint
-    from pith_apps.launch import find_machine, is_rank, launch
+    from pith_apps.launch import find_machine, is_rank
 
     config = _parse_recipe(verb, rest, RunArguments).config
     machine = find_machine(config.nproc or config.mesh.world_size, os.environ)
@@ -183,8 +185,7 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
     else:
         required_checkpoint(config)
     if not is_rank(os.environ) and machine.world_size > 1:
-        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-        return launch(machine.world_size, [verb, *rest])
+        return _launch(machine.world_size, [verb, *rest])
     if verb == "evaluate":
         from pith_apps.evaluate import evaluate
 
@@ -199,23 +200,37 @@ def _parity(rest: list[str]) -> int:
     from pith_engine.mesh import parse_mesh
 
     from pith_apps.arguments import ParityArguments
-    from pith_apps.launch import find_machine, is_rank, launch
+    from pith_apps.launch import find_machine, is_rank
     from pith_apps.parity import check_parity, parity_worker
     from pith_apps.trainer import joined_group
 
     arguments = _parse_recipe("parity", rest, ParityArguments)
+    replaced = ("--mesh.", "--layers-per-chunk", "--train.dtype")
+    given = [name for name in _option_names(rest) if name.startswith(replaced)]
+    if given:
+        raise ValueError(f"{', '.join(given)}: parity sets these; give --meshes and --dtype")
     meshes = tuple(parse_mesh(label) for label in arguments.meshes)
-    check_parity(arguments.config, meshes)
-    least = max(mesh.world_size for mesh in meshes)
+    least = max((mesh.world_size for mesh in meshes), default=1)
     machine = find_machine(arguments.config.nproc or least, os.environ)
+    check_parity(arguments.config, meshes, arguments.dtype, machine)
     if machine.world_size < least:
         raise ValueError(f"{machine.world_size} processes run, the largest mesh needs {least}")
     if not is_rank(os.environ) and machine.world_size > 1:
-        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-        return launch(machine.world_size, ["parity", *rest])
+        return _launch(machine.world_size, ["parity", *rest])
     with joined_group(arguments.config) as device:
         agrees = parity_worker(arguments.config, meshes, arguments.dtype, device)
     return 0 if agrees else 1
+
+
+def _launch(num_processes: int, arguments: list[str]) -> int:
+    """`launch`, with this process named to the workers as their launcher."""
+    from pith_apps.launch import launch
+
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    try:
+        return launch(num_processes, arguments)
+    finally:
+        del os.environ[LAUNCHER_VARIABLE]
 
 
 def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Arguments:
@@ -230,11 +245,7 @@ def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Argum
             f"Python file; `pith {command} demo --help` lists the options"
         )
     recipe, *options = rest
-    names = [option.split("=")[0].replace("_", "-") for option in options if option[:2] == "--"]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        # One of the two values would be ignored.
-        raise ValueError(f"given more than once: {', '.join(twice)}; keep one")
+    _option_names(options)
     return tyro.cli(
         form,
         default=form(config=load_recipe(recipe)),
@@ -242,6 +253,17 @@ def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Argum
         prog=f"pith {command} {recipe}",
         config=(tyro.conf.AvoidSubcommands,),
     )
+
+
+def _option_names(options: list[str]) -> list[str]:
+    """The options by name, `--no-x` as `--x`; one given twice, whose first value would be
+    ignored, is refused."""
+    spelled = [option.split("=")[0].replace("_", "-") for option in options if option[:2] == "--"]
+    names = [re.sub(r"(^--|\.)no-", r"\1", name) for name in spelled]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"given more than once: {', '.join(twice)}; keep one")
+    return names
 
 
 if __name__ == "__main__":

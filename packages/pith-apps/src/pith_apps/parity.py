@@ -34,7 +34,9 @@ from pith_engine.runtime import connect_mesh, gather_objects
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from pith_apps.checks import step_violations
 from pith_apps.config import RunConfig
+from pith_apps.plan import Machine
 from pith_apps.trainer import Trainer, build_trainer, step_gradients
 
 PARITY_MESHES = ("dp2", "dp4", "ep2", "ep4", "pp2", "pp2-ep2", "pp2-dp2", "dp2-ep2")
@@ -95,9 +97,15 @@ class ParityResult:
         )
 
 
-def check_parity(config: RunConfig, meshes: tuple[MeshConfig, ...]) -> None:
-    """Raise a ValueError that names every violation of every mesh."""
-    faults = [
+def check_parity(
+    config: RunConfig,
+    meshes: tuple[MeshConfig, ...],
+    dtype: Literal["fp64", "fp32"],
+    machine: Machine,
+) -> None:
+    """Raise a ValueError that names every violation of every mesh, and of the machine."""
+    faults = step_violations(replace(config, train=replace(config.train, dtype=dtype)), machine)
+    faults += [
         f"{mesh.label}: {fault}"
         for mesh in meshes
         for fault in mesh_violations(

@@ -33,7 +33,7 @@ class BalanceConfig:
     method: Literal["none", "sequence"] = "sequence"
     """`sequence`: auxiliary loss over each sequence; `none`: no balancing."""
     coefficient: float = 1e-3
-    """Weight of the auxiliary loss beside the token loss (unitless, at least 0)."""
+    """Weight of the auxiliary loss beside the token loss (at least 0); `none` does not read it."""
 
     def __post_init__(self) -> None:
         if self.method not in ("none", "sequence"):

@@ -16,7 +16,8 @@ from pith_apps.config import CheckpointConfig, DataConfig, EvaluationConfig, Run
 
 
 def qwen3_30b_a3b() -> RunConfig:
-    """Released sizes on eight GPUs; give it a corpus with `--data.corpus FOLDER`."""
+    """Released sizes on eight GPUs; give it data with `--data.training`, `--data.held-out` and
+    `--data.tokenizer`."""
     return RunConfig(
         name="qwen3-30b-a3b",
         model=Qwen3MoeConfig(
