@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from pith_apps.config import DataConfig, EvaluationConfig, RunConfig
 from pith_apps.corpus import tokenize_files, train_tokenizer
 from pith_apps.evaluate import held_out_loss
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b_tiny
-from pith_apps.trainer import build_trainer
+from pith_apps.trainer import build_trainer, check_same_corpora
 from pith_engine.contract import Batch, plain_hidden
 from pith_engine.mesh import Mesh, MeshConfig
 from torch.nn.functional import cross_entropy
@@ -101,3 +102,23 @@ def test_a_run_without_checkpoint_is_refused_by_name(config, tmp_path):
             required_checkpoint(config)
         half_written = config.checkpoint_folder / "step-00000002"
         half_written.mkdir(parents=True, exist_ok=True)
+
+
+def faults_of_rank(config: RunConfig, others: Path) -> str:
+    """What a rank says when ranks 2 and 3 find another held-out corpus."""
+    mesh = Mesh.create(MeshConfig(dp=4), timedelta(seconds=60))
+    assert mesh is not None
+    check_same_corpora(config, mesh)
+    if mesh.rank >= 2:
+        config = replace(config, data=replace(config.data, held_out=others))
+    with pytest.raises(ValueError) as error:
+        check_same_corpora(config, mesh)
+    return str(error.value)
+
+
+def test_ranks_that_read_another_corpus_are_named(gloo_pool, config, tmp_path):
+    folders = config.folders
+    (tmp_path / "more.txt").write_text("another text")
+    tokenize_files([tmp_path / "more.txt"], folders.tokenizer, tmp_path / "other")
+    for fault in gloo_pool.run(faults_of_rank, config, tmp_path / "other"):
+        assert "on ranks [2, 3] is another corpus than on rank 0" in fault

@@ -30,6 +30,7 @@ from pith_engine.runtime import (
     barrier,
     connect_mesh,
     fail_fast,
+    gather_objects,
     read_launch,
     set_seeds,
     start_process_group,
@@ -39,7 +40,7 @@ from pith_models.build import build_chunks
 from torch import Tensor
 
 from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, compute_dtype
-from pith_apps.corpus import prepare_standard_library
+from pith_apps.corpus import Corpus, prepare_standard_library
 from pith_apps.plan import chosen_attention, chosen_layers
 
 
@@ -82,6 +83,7 @@ def joined_mesh(config: RunConfig) -> Iterator[tuple[Mesh, torch.device]]:
         assert mesh is not None, "check_run refuses worlds that are larger than the mesh"
         connect_mesh(mesh, device)
         _prepare_data(config, mesh)
+        check_same_corpora(config, mesh)
         yield mesh, device
 
 
@@ -106,6 +108,23 @@ def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Traine
         balance=config.balance,
     )
     return Trainer(mesh=mesh, device=device, units=units, parameters=parameters, pipeline=pipeline)
+
+
+def check_same_corpora(config: RunConfig, mesh: Mesh) -> None:
+    """Refuse nodes that read different data; every rank of the mesh calls it.
+
+    Raises:
+        ValueError: names the ranks whose corpus is not that of rank 0.
+    """
+    folders = config.folders
+    for folder in (folders.training, folders.held_out):
+        digest = Corpus.open(folder, config.model.vocab_size).meta.sha256
+        digests = gather_objects(digest, mesh.world)
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if others:
+            raise ValueError(
+                f"{folder} on ranks {others} is another corpus than on rank 0; copy that one"
+            )
 
 
 def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> tuple[StepLosses, Tensor]:
