@@ -106,7 +106,8 @@ def test_a_failing_rank_ends_the_job_and_is_named(tmp_path):
     assert time.monotonic() - began < 30
     assert process.returncode == 1
     assert "rank one breaks" in error
-    assert "pith: rank 1 was the first to end, with exit code 1" in error
+    # The recipe raises, which a rank refuses like any bad input.
+    assert "pith: rank 1 was the first to end, with exit code 2" in error
     assert_gone(pids, within=5)
 
 
