@@ -117,7 +117,7 @@ def changed(place: int, **fields) -> tuple[Operation, ...]:
     return tuple(operations)
 
 
-def refuse(operations: tuple[Operation, ...], match: str) -> None:
+def assert_refused(operations: tuple[Operation, ...], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         check_operations(operations, 3, 3)
 
@@ -127,7 +127,7 @@ def test_every_missing_wait_is_refused():
     for place, operation in enumerate(good):
         for wait in operation.waits:
             rest = tuple(w for w in operation.waits if w != wait)
-            refuse(changed(place, waits=rest), "does not wait|may reuse")
+            assert_refused(changed(place, waits=rest), "does not wait|may reuse")
 
 
 def test_every_missing_double_or_early_free_is_refused():
@@ -135,11 +135,13 @@ def test_every_missing_double_or_early_free_is_refused():
     for place, operation in enumerate(good):
         for value in operation.frees:
             rest = tuple(f for f in operation.frees if f != value)
-            refuse(changed(place, frees=rest), "freed exactly")
-            refuse(changed(place, frees=(*operation.frees, value)), "freed exactly once.*twice")
+            assert_refused(changed(place, frees=rest), "freed exactly")
+            assert_refused(
+                changed(place, frees=(*operation.frees, value)), "freed exactly once.*twice"
+            )
             moved = list(changed(place, frees=rest))
             moved[0] = replace(moved[0], frees=(*moved[0].frees, value))
-            refuse(tuple(moved), "before its last use")
+            assert_refused(tuple(moved), "before its last use")
 
 
 def test_memory_still_read_by_another_stream_is_not_reused():
@@ -150,7 +152,7 @@ def test_memory_still_read_by_another_stream_is_not_reused():
     weight = listed.index(("backward weight", 2))
     good[late] = replace(good[late], frees=tuple(f for f in good[late].frees if f != value))
     good[weight] = replace(good[weight], frees=(value,))
-    refuse(tuple(good), "may reuse its memory")
+    assert_refused(tuple(good), "may reuse its memory")
 
 
 def test_result_or_weight_freed_is_refused():
@@ -161,17 +163,17 @@ def test_result_or_weight_freed_is_refused():
         (OperationKind.BACKWARD_WEIGHT, 1),
     ):
         frees = (*good[-1].frees, (kind, index))
-        refuse(changed(len(good) - 1, frees=frees), "freed exactly")
+        assert_refused(changed(len(good) - 1, frees=frees), "freed exactly")
 
 
 def test_missing_repeated_misplaced_operations_are_refused():
     good = interleave(3, 3)
-    refuse(good[:-1], "missing")
-    refuse((*good, replace(good[-1], waits=(), frees=())), "repeated")
-    refuse(interleave(3, 2), "missing")
-    refuse(interleave(3, 3, defer_weights=True), "missing")
+    assert_refused(good[:-1], "missing")
+    assert_refused((*good, replace(good[-1], waits=(), frees=())), "repeated")
+    assert_refused(interleave(3, 2), "missing")
+    assert_refused(interleave(3, 3, defer_weights=True), "missing")
     dispatch = names(good).index(("forward dispatch", 1))
-    refuse(changed(dispatch, stream=Stream.COMPUTE), "stream|own stream|other streams")
+    assert_refused(changed(dispatch, stream=Stream.COMPUTE), "stream|own stream|other streams")
 
 
 def test_swapped_neighbours_on_one_stream_are_refused():
@@ -180,9 +182,9 @@ def test_swapped_neighbours_on_one_stream_are_refused():
     experts = names(good).index(("backward experts", 2))
     swapped = list(good)
     swapped[place], swapped[experts] = good[experts], good[place]
-    refuse(tuple(swapped), "does not wait|earlier positions")
+    assert_refused(tuple(swapped), "does not wait|earlier positions")
 
 
 def test_bad_waits_are_refused():
-    refuse(changed(0, waits=(5,)), "earlier positions")
-    refuse(changed(2, waits=(0,)), "other streams")
+    assert_refused(changed(0, waits=(5,)), "earlier positions")
+    assert_refused(changed(2, waits=(0,)), "other streams")

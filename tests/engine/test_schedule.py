@@ -131,7 +131,7 @@ def with_slot(table: ScheduleTable, rank: int, place: int, **changes) -> Schedul
     return with_row(table, rank, row)
 
 
-def refuse(table: ScheduleTable, match: str | None = None, pp: int = 3) -> None:
+def assert_refused(table: ScheduleTable, match: str | None = None, pp: int = 3) -> None:
     with pytest.raises(ValueError, match=match):
         check_schedule(table, 2 * pp + 1)
 
@@ -145,23 +145,25 @@ def test_every_single_dropped_transfer_is_refused():
     for rank, k, slot in places(table):
         for t in slot.receives:
             rest = tuple(r for r in slot.receives if r != t)
-            refuse(with_slot(table, rank, k, receives=rest), "before its input is received")
+            assert_refused(with_slot(table, rank, k, receives=rest), "before its input is received")
         for t in slot.sends:
             rest = tuple(s for s in slot.sends if s != t)
-            refuse(with_slot(table, rank, k, sends=rest), "never sent")
+            assert_refused(with_slot(table, rank, k, sends=rest), "never sent")
 
 
 def test_every_doubled_or_misdirected_transfer_is_refused():
     table = good()
     for rank, k, slot in places(table):
         for t in slot.receives:
-            refuse(with_slot(table, rank, k, receives=(*slot.receives, t)), "received twice")
+            assert_refused(
+                with_slot(table, rank, k, receives=(*slot.receives, t)), "received twice"
+            )
             wrong = tuple(replace(r, peer=rank) if r == t else r for r in slot.receives)
-            refuse(with_slot(table, rank, k, receives=wrong), "not from the rank")
+            assert_refused(with_slot(table, rank, k, receives=wrong), "not from the rank")
         for t in slot.sends:
-            refuse(with_slot(table, rank, k, sends=(*slot.sends, t)), "sent twice")
+            assert_refused(with_slot(table, rank, k, sends=(*slot.sends, t)), "sent twice")
             wrong = tuple(replace(s, peer=(t.peer + 1) % 3) if s == t else s for s in slot.sends)
-            refuse(with_slot(table, rank, k, sends=wrong), "wrong rank")
+            assert_refused(with_slot(table, rank, k, sends=wrong), "wrong rank")
 
 
 def test_every_removed_or_doubled_action_is_refused():
@@ -169,30 +171,30 @@ def test_every_removed_or_doubled_action_is_refused():
         table = good(pp)
         for rank, k, slot in places(table):
             row = list(table[rank])
-            refuse(with_row(table, rank, row[:k] + row[k + 1 :]), pp=pp)
+            assert_refused(with_row(table, rank, row[:k] + row[k + 1 :]), pp=pp)
             alone = Slot(action=slot.action)
-            refuse(with_row(table, rank, [*row[: k + 1], alone, *row[k + 1 :]]), pp=pp)
+            assert_refused(with_row(table, rank, [*row[: k + 1], alone, *row[k + 1 :]]), pp=pp)
 
 
 def test_named_faults_of_compute():
     table = good()
     rank, k, _ = next(p for p in places(table) if p[2].action.kind is W)
     row = list(table[rank])
-    refuse(with_row(table, rank, row[:k] + row[k + 1 :]), "oldest deferred|never run")
+    assert_refused(with_row(table, rank, row[:k] + row[k + 1 :]), "oldest deferred|never run")
     last = list(table[2])
     assert last[-1].action.kind is W
-    refuse(with_row(table, 2, last[:-1]), "never run")
-    refuse(with_row(table, 2, [*last[:-2], last[-1], last[-2]]), "oldest deferred")
+    assert_refused(with_row(table, 2, last[:-1]), "never run")
+    assert_refused(with_row(table, 2, [*last[:-2], last[-1], last[-2]]), "oldest deferred")
     first = table[0][0].action
-    refuse(with_row(table, 0, [Slot(action=first), *table[0]]), r"micro-batches \[0, 0, 1")
+    assert_refused(with_row(table, 0, [Slot(action=first), *table[0]]), r"micro-batches \[0, 0, 1")
     foreign = Slot(action=Action(kind=F, chunk=1, micro_batch=0))
-    refuse(with_row(table, 0, [foreign, *table[0]]), "chunk 1 runs forward")
+    assert_refused(with_row(table, 0, [foreign, *table[0]]), "chunk 1 runs forward")
     beyond = Slot(action=replace(first, micro_batch=7))
-    refuse(with_row(table, 0, [*table[0], beyond]), r"5, 6, 7\]")
+    assert_refused(with_row(table, 0, [*table[0], beyond]), r"5, 6, 7\]")
     early = Slot(action=Action(kind=B, chunk=5, micro_batch=0))
-    refuse(with_row(table, 0, [early, *table[0]]), "before its forward")
+    assert_refused(with_row(table, 0, [early, *table[0]]), "before its forward")
     incomplete = Slot(action=Action(kind=O, chunk=0, micro_batch=0, backward_chunk=5))
-    refuse(with_row(table, 0, [incomplete, *table[0]]), "OVERLAP needs both")
+    assert_refused(with_row(table, 0, [incomplete, *table[0]]), "OVERLAP needs both")
 
 
 def test_other_numbers_of_micro_batches_and_kinds_are_refused():
@@ -275,14 +277,14 @@ def test_swapped_micro_batches_are_refused():
     table = good()
     row = list(table[0])
     row[0], row[1] = (replace(row[0], action=row[1].action), replace(row[1], action=row[0].action))
-    refuse(with_row(table, 0, row), "ascending")
+    assert_refused(with_row(table, 0, row), "ascending")
 
 
 def test_local_turn_is_ordered():
     table = good(1)
     row = list(table[0])
     row[0], row[1] = row[1], row[0]
-    refuse(with_row(table, 0, row), "before its local input", pp=1)
+    assert_refused(with_row(table, 0, row), "before its local input", pp=1)
 
 
 def test_transfers_out_of_order_are_refused():
@@ -293,7 +295,7 @@ def test_transfers_out_of_order_are_refused():
         for p in places(table)
         if len(p[2].receives) == 2 and len({t.peer for t in p[2].receives}) == 1
     )
-    refuse(with_slot(table, rank, k, receives=slot.receives[::-1]), "do not match in order")
+    assert_refused(with_slot(table, rank, k, receives=slot.receives[::-1]), "do not match in order")
 
 
 def test_receives_posted_when_needed_deadlock():
@@ -312,7 +314,7 @@ def test_receives_posted_when_needed_deadlock():
                     now.append(waiting.pop((kind, part.chunk, part.micro_batch), None))
             slots.append(replace(slot, receives=tuple(t for t in now if t)))
         rows.append(tuple(slots))
-    refuse(tuple(rows), "deadlock|do not match in order")
+    assert_refused(tuple(rows), "deadlock|do not match in order")
 
 
 def test_crossing_meetings_deadlock():
