@@ -57,6 +57,7 @@ def violations(config: RunConfig, machine: Machine) -> list[str]:
             num_experts=config.model.num_experts,
             num_layers=config.model.num_hidden_layers,
             num_micro_batches=config.num_micro_batches,
+            sequence_length=config.train.sequence_length,
         )
         found += _batch_violations(config)
     return found + _model_violations(config) + _data_violations(config)

@@ -27,6 +27,7 @@ from typing import Literal
 
 import torch
 from pith_engine.balance import sequence_balance
+from pith_engine.context_parallel import shard_batch
 from pith_engine.contract import IGNORED_TARGET, Batch, plain_hidden
 from pith_engine.fsdp import CanonicalBlock, canonical_blocks, cut_block
 from pith_engine.mesh import Mesh, MeshConfig, mesh_violations
@@ -114,6 +115,7 @@ def check_parity(
             num_experts=config.model.num_experts,
             num_layers=config.model.num_hidden_layers,
             num_micro_batches=num_parity_sequences(meshes),
+            sequence_length=config.train.sequence_length,
         )
     ]
     if not meshes:
@@ -229,14 +231,15 @@ def compare_mesh(
     weights, gradients = _canonical(trainer)
     weights_equal = all(torch.equal(b.tensor, _block_of(reference.weights, b)) for b in weights)
     per_rank = len(sequences) // mesh.num_batch_ranks
-    batches = sequences[mesh.batch_rank * per_rank : (mesh.batch_rank + 1) * per_rank]
+    mine = sequences[mesh.batch_rank * per_rank : (mesh.batch_rank + 1) * per_rank]
+    batches = [shard_batch(batch, mesh.cp) for batch in mine]
     start = time.perf_counter()
     losses, norm = step_gradients(trainer, batches)
     norm_value = norm.item()
     seconds = time.perf_counter() - start
 
-    mine = {b.name: _compare_block(b, reference) for b in gradients if b.tensor.numel()}
-    facts = gather_objects((weights_equal, reference.weights_sha256, mine), mesh.world)
+    found = {b.name: _compare_block(b, reference) for b in gradients if b.tensor.numel()}
+    facts = gather_objects((weights_equal, reference.weights_sha256, found), mesh.world)
     sizes = dict.fromkeys(reference.gradients, 0)
     differences = dict.fromkeys(reference.gradients, 0.0)
     for _, _, compared in facts:

@@ -119,15 +119,18 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
     both ask for it. Inside a step that deadlocks: one rank waits on the host to connect what the
     other will send only after it has received something else.
     """
-    for axis in (mesh.pp, mesh.ep, mesh.ep_backward, mesh.data, mesh.expert_data, mesh.world):
+    axes = (mesh.pp, mesh.cp, mesh.ep, mesh.ep_backward, mesh.data, mesh.expert_data, mesh.world)
+    for axis in axes:
         all_reduce(torch.ones(1, device=device), axis)
     for axis in (mesh.ep, mesh.ep_backward):
         ones = torch.ones(axis.size, device=device)
         all_to_all(torch.empty_like(ones), ones, [1] * axis.size, [1] * axis.size, axis)
     neighbours = [r for r in (mesh.pp.rank - 1, mesh.pp.rank + 1) if 0 <= r < mesh.pp.size]
-    sends = [(torch.zeros(1, device=device), peer) for peer in neighbours]
-    receives = [(torch.zeros(1, device=device), peer) for peer in neighbours]
-    exchange(sends, receives, mesh.pp).wait_sends()
+    others = [r for r in range(mesh.cp.size) if r != mesh.cp.rank]
+    for axis, peers in ((mesh.pp, neighbours), (mesh.cp, others)):
+        sends = [(torch.zeros(1, device=device), peer) for peer in peers]
+        receives = [(torch.zeros(1, device=device), peer) for peer in peers]
+        exchange(sends, receives, axis).wait_sends()
 
 
 def set_seeds(seed: int) -> None:

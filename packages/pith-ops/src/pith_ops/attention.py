@@ -316,15 +316,17 @@ def attention_forward(
                 lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # what it says of no keys
             return out.view(*query.shape[:3], -1), lse
         case AttentionBackend.FLASH:
-            causal, mask, blind = _cpu_mask(query, key, visibility)
+            causal, mask = _cpu_mask(query, key, visibility)
+            blind = None
+            if mask is not None:
+                # A row without keys has no softmax: it sees all, and becomes 0 and -inf below.
+                blind = (mask == -torch.inf).all(-1, keepdim=True)
+                mask = mask.masked_fill(blind, 0.0)
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, causal, attn_mask=mask, scale=scale
             )
             if blind is not None:
-                out, lse = (
-                    out.masked_fill(blind[..., None], 0.0),
-                    lse.masked_fill(blind, -torch.inf),
-                )
+                out, lse = out.masked_fill(blind, 0.0), lse.masked_fill(blind[..., 0], -torch.inf)
             return out.transpose(1, 2), lse
 
 
@@ -369,7 +371,7 @@ def attention_backward(
             )
             return dq.view(query.shape), dk.view(key.shape), dv.view(value.shape)
         case AttentionBackend.FLASH:
-            causal, mask, _ = _cpu_mask(query, key, visibility)
+            causal, mask = _cpu_mask(query, key, visibility)
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *heads_first, lse, 0.0, causal, attn_mask=mask, scale=scale
             )
@@ -559,19 +561,13 @@ def _reference_backward(
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
-def _cpu_mask(
-    query: Tensor, key: Tensor, visibility: Visibility
-) -> tuple[bool, Tensor | None, Tensor | None]:
-    """Whether torch shall hide later keys, else its additive mask `[B or 1, 1, S, K]` and which
-    queries `[B or 1, 1, S]` see nothing."""
+def _cpu_mask(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[bool, Tensor | None]:
+    """Whether torch's operator shall hide later keys itself, else a mask `[B or 1, 1, S, K]`."""
     square = query.shape[1] == key.shape[1] or not visibility.causal
     if square and visibility.window is None and visibility.offsets is None:
-        return visibility.causal, None, None
+        return visibility.causal, None
     hidden = ~_visible_keys(query, key, visibility)[:, None]
-    # A row without any key has no softmax: it sees all, and is set to 0 and -inf afterwards.
-    blind = hidden.all(-1)
-    hidden &= ~blind[..., None]
-    return False, query.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf), blind
+    return False, query.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf)
 
 
 _NO_OFFSETS = (None, None)
