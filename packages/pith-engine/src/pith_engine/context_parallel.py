@@ -268,20 +268,20 @@ class _Ring(torch.autograd.Function):
         query, out, lse, first, second, weight, sinks = ctx.saved_tensors
         call, saved = ctx.call, (grad, query, out, lse)
         dquery = torch.zeros_like(query, dtype=lse.dtype)
-        dweight = None if weight is None else torch.zeros_like(weight, dtype=lse.dtype)
+        dweight = lse.new_zeros(() if weight is None else weight.shape)
         # Gradients of the keys at hand, from the ranks that had them before.
         carried = [torch.zeros_like(x, dtype=lse.dtype) for x in (first, second)]
-        hop = None
+        hop = exchange([], [], call.cp)
         for source, (a, b) in _round([first, second], call.cp):
             rows, keys, visibility = call.meeting(source)
             a, b = a[:, keys], b[:, keys]
             heads = _expand(query, a, b, weight)
-            dq, *parts = call.backward(rows, saved, *heads, visibility)
+            dq, dk, dv = call.backward(rows, saved, *heads, visibility)
             dquery[:, rows] += dq
+            parts = [dk, dv]
             if weight is not None:
-                parts = _expand_backward(*parts, a, b, weight, dweight)
-            if hop is not None:
-                hop.wait_sends()
+                parts = _expand_backward(dk, dv, a, b, weight, dweight)
+            hop.wait_sends()
             for total, part in zip(carried, parts, strict=True):
                 total[:, keys] += part
             hop, carried = _hop(carried, call.cp)
@@ -403,13 +403,15 @@ def _exchange_halos(kv: Tensor, halos: list[Tensor], call: _Call, *, home: bool)
             if block in own:
                 there = halos[own.index(block)][:, end - count : end]
             source, target = (there, here) if home else (here, there)
-            buffer = target.new_empty(target.shape) if source is None else source.contiguous()
-            if target is None:
-                sends.append((buffer, min(_blocks_of(earlier if home else block, cp))))
-                continue
-            sums.append((target, buffer))
-            if source is None:
-                receives.append((buffer, min(_blocks_of(block if home else earlier, cp))))
+            if target is None and source is not None:
+                taker = min(_blocks_of(earlier if home else block, cp))
+                sends.append((source.contiguous(), taker))
+            elif target is not None:
+                if source is None:
+                    giver = min(_blocks_of(block if home else earlier, cp))
+                    source = target.new_empty(target.shape)
+                    receives.append((source, giver))
+                sums.append((target, source))
     exchange(sends, receives, cp).wait_sends()
-    for target, buffer in sums:
-        target += buffer
+    for target, source in sums:
+        target += source

@@ -443,11 +443,10 @@ class _Attention(torch.autograd.Function):
                 "attention: a gradient arrived at the LSE, which only the backend 'reference' "
                 "differentiates; detach the LSE or use that backend"
             )
-        *saved, sinks = ctx.saved_tensors
-        grads = attention_backward(
-            grad, *saved, scale=ctx.scale, visibility=ctx.visibility, backend=ctx.backend
-        )
-        dsinks = None if sinks is None else sinks_gradient(grad, *saved[3:], sinks)
+        query, key, value, out, lse, sinks = ctx.saved_tensors
+        settings = {"scale": ctx.scale, "visibility": ctx.visibility, "backend": ctx.backend}
+        grads = attention_backward(grad, query, key, value, out, lse, **settings)
+        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
         return *grads, dsinks, None, None, None
 
 
