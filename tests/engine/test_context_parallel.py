@@ -29,7 +29,7 @@ DOCUMENTS = (
     [0, 5, 5, 43, 61, 96],
     list(range(97)),
 )
-WINDOWS = (None, 1, 4, 7, 20, 1000)
+WINDOWS = (None, 0, 1, 4, 7, 20, 1000)
 
 
 def whole_batch(documents=None, num_sequences=NUM_SEQUENCES, length=LENGTH):

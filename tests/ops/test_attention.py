@@ -15,6 +15,7 @@ from pith_ops.attention import (
     attention_forward,
     attention_violations,
     choose_attention_backend,
+    sequence_offsets,
     sinks_gradient,
 )
 from torch.nn.functional import scaled_dot_product_attention
@@ -61,6 +62,14 @@ def operands(shape, dtype, *, value_dim=None, device="cpu", seed=0):
     )
 
 
+def seen(query, documents=None, window=None):
+    """Causal visibility of a packed batch."""
+    if documents is not None:
+        documents = torch.as_tensor(documents, dtype=torch.int32, device=query.device)
+        documents = (sequence_offsets(documents, *query.shape[:2]),) * 2
+    return Visibility(offsets=documents, window=window)
+
+
 def loop_attention(query, key, value, scale, document_of=None, window=None, sinks=None):
     """One query at a time, over the list of the keys it sees, in float64."""
     query, key, value = query.double(), key.double(), value.double()
@@ -94,13 +103,12 @@ def check_against_loop(
     if documents is not None:
         sizes = [b - a for a, b in pairwise(documents)]
         document_of = [index for index, size in enumerate(sizes) for _ in range(size)]
-        documents = torch.tensor(documents, dtype=torch.int32)
     wide = [x.detach().double().requires_grad_() for x in inputs]
     wanted_out, wanted_lse = loop_attention(
         *wide[:3], scale or shape[-1] ** -0.5, document_of, window, *wide[3:]
     )
     wanted = torch.autograd.grad(wanted_out, wide, grad.double())
-    settings = {"documents": documents, "window": window, "backend": backend}
+    settings = {"visibility": seen(inputs[0], documents, window), "backend": backend}
     if sinks is not None:
         settings["sinks"] = inputs[3]
     out, lse = attention(*inputs[:3], scale=scale, **settings)
@@ -162,12 +170,10 @@ def test_a_window_equals_torch_sdpa_with_its_mask(backend):
     heads_first = [x.transpose(1, 2) for x in (query, key, value)]
     mask = (behind >= 0) & (behind < 128)
     wanted = scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
-    out, _ = attention(query, key, value, window=128, backend=backend)
+    out, _ = attention(query, key, value, visibility=Visibility(window=128), backend=backend)
     assert relative(out, wanted) < 1e-13
-    full, full_lse = attention(query, key, value, backend=backend)
+    full, _ = attention(query, key, value, backend=backend)
     assert (out - full).abs()[0, 128:].amax((1, 2)).min() > 0
-    zero, zero_lse = attention(query, key, value, window=0, backend=backend)
-    assert torch.equal(zero, full) and torch.equal(zero_lse, full_lse)
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
@@ -284,10 +290,9 @@ def test_backwards_over_parts_of_the_keys_add_up(backend):
 
 
 def test_windows_that_make_no_sense_are_refused():
-    inputs = operands((1, 4, 4, 2, 1, 8), torch.float32)[:3]
-    for backend in CPU_BACKENDS:
-        with pytest.raises(ValueError, match="window -1, causal True: a window is at least 1"):
-            attention(*inputs, window=-1, backend=backend)
+    for window in (-1, 0):
+        with pytest.raises(ValueError, match=f"window {window}, causal True: a window is at le"):
+            Visibility(window=window)
     with pytest.raises(ValueError, match="window 3, causal False"):
         Visibility(causal=False, window=3)
 
@@ -338,7 +343,6 @@ def test_a_query_without_keys_gives_zero_minus_infinity_and_finite_gradients():
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_changing_one_document_leaves_the_others_bit_unchanged(backend):
-    documents = torch.tensor([0, 6, 13, 20], dtype=torch.int32)
     *inputs, grad = operands((2, 10, 10, 4, 2, 8), torch.float32)
 
     def run(factor):
@@ -346,7 +350,8 @@ def test_changing_one_document_leaves_the_others_bit_unchanged(backend):
         for x in changed:
             x.view(20, *x.shape[2:])[6:13] *= factor
         leaves = [x.requires_grad_() for x in changed[:3]]
-        out, lse = attention(*leaves, documents=documents, backend=backend)
+        visibility = seen(leaves[0], [0, 6, 13, 20])
+        out, lse = attention(*leaves, visibility=visibility, backend=backend)
         gradients = torch.autograd.grad(out, leaves, changed[3])
         return [x.reshape(20, -1) for x in (out, lse.transpose(1, 2), *gradients)]
 
@@ -407,11 +412,6 @@ def test_strided_views_are_taken_as_they_are():
         ({"value": torch.zeros(2, 4, 2, 8).double()}, "must be equal"),
         ({"value": torch.zeros(2, 4, 2, 6)}, "value_dim 6 differs from head_dim 8"),
         ({"backend": CUDNN}, "device cpu is none of sm_90, sm_100"),
-        ({"documents": torch.tensor([0, 8])}, "must be int32"),
-        ({"documents": torch.tensor([0, 7], dtype=torch.int32)}, "ascend from 0 to 8"),
-        ({"documents": torch.tensor([1, 8], dtype=torch.int32)}, "ascend from 0 to 8"),
-        ({"documents": torch.tensor([0, 5, 4, 8], dtype=torch.int32)}, "ascend from 0 to 8"),
-        ({"documents": torch.tensor([], dtype=torch.int32)}, "ascend from 0 to 8"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
@@ -426,11 +426,25 @@ def test_what_does_not_fit_is_refused(change, message):
         attention(**arguments | change)
 
 
-def test_documents_need_as_many_keys_as_queries():
-    query, key, value, _ = operands((1, 2, 4, 2, 1, 8), torch.float32)
-    documents = torch.tensor([0, 2], dtype=torch.int32)
-    with pytest.raises(ValueError, match="documents need as many keys as queries"):
-        attention(query, key, value, documents=documents, backend=REFERENCE)
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        (torch.tensor([0, 8]), "must be int32"),
+        (torch.tensor([0, 7], dtype=torch.int32), "ascend from 0 to 8"),
+        (torch.tensor([1, 8], dtype=torch.int32), "ascend from 0 to 8"),
+        (torch.tensor([0, 5, 4, 8], dtype=torch.int32), "ascend from 0 to 8"),
+        (torch.tensor([], dtype=torch.int32), "ascend from 0 to 8"),
+    ],
+)
+def test_documents_that_do_not_fit_are_refused(documents, message):
+    with pytest.raises(ValueError, match=message):
+        sequence_offsets(documents, 2, 4)
+    query, key, value, _ = operands((2, 4, 4, 2, 1, 8), torch.float32)
+    good = torch.tensor([0, 5, 8], dtype=torch.int32)
+    for backend in CPU_BACKENDS:
+        with pytest.raises(ValueError, match=message):
+            visibility = Visibility(offsets=(good, documents))
+            attention(query, key, value, visibility=visibility, backend=backend)
 
 
 def test_auto_takes_the_first_that_can_and_names_are_honoured():
@@ -487,12 +501,11 @@ GPU_CASES = [
 @pytest.mark.parametrize(("backend", "shape", "value_dim", "documents"), GPU_CASES)
 def test_gpu_backends_equal_the_reference_in_float64(backend, shape, value_dim, documents):
     *inputs, grad = operands(shape, torch.bfloat16, value_dim=value_dim, device="cuda")
-    if documents is not None:
-        documents = torch.tensor(documents, dtype=torch.int32, device="cuda")
+    visibility = seen(inputs[0], documents)
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    wanted_out, wanted_lse = attention(*wide, documents=documents, backend=REFERENCE)
+    wanted_out, wanted_lse = attention(*wide, visibility=visibility, backend=REFERENCE)
     wanted = torch.autograd.grad(wanted_out, wide, grad.double())
-    out, lse = attention(*inputs, documents=documents, backend=backend)
+    out, lse = attention(*inputs, visibility=visibility, backend=backend)
     assert out.shape == wanted_out.shape and lse.shape == wanted_lse.shape
     assert relative(out, wanted_out) < 5e-3
     assert (lse - wanted_lse).abs().max() < 1e-5
@@ -509,10 +522,8 @@ def test_gpu_windows_and_sinks_equal_the_reference_in_float64(backend, window, d
         pytest.skip("cuDNN has neither")
     *inputs, grad = operands((2, 255, 255, 8, 2, 64), torch.bfloat16, device="cuda")
     inputs.append(torch.linspace(-2, 3, 8, device="cuda").requires_grad_())
-    if documents is not None:
-        documents = torch.tensor(documents, dtype=torch.int32, device="cuda")
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    settings = {"documents": documents, "window": window}
+    settings = {"visibility": seen(inputs[0], documents, window)}
     wanted_out, wanted_lse = attention(*wide[:3], sinks=wide[3], backend=REFERENCE, **settings)
     wanted = torch.autograd.grad(wanted_out, wide, grad.double())
     out, lse = attention(*inputs[:3], sinks=inputs[3], backend=backend, **settings)

@@ -24,7 +24,7 @@ ranks of the axis must issue these exchanges in one order, which they do because
 pipeline stage.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from pith_ops.attention import (
     sequence_offsets,
     sinks_gradient,
 )
+from pith_ops.device import accumulation_dtype
 from pith_ops.weight_grad import dense_weight_grad
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -60,9 +61,9 @@ def shard_batch(batch: Batch, cp: Axis) -> Batch:
     length, num_blocks = batch.sequence_length, 2 * cp.size
     if length % num_blocks:
         raise ValueError(f"sequence length {length} is no multiple of 2 x cp = {num_blocks}")
-    blocks = torch.tensor(_blocks_of(cp.rank, cp), device=batch.tokens.device)
+    early, late = _blocks_of(cp.rank, cp)
     tokens, targets, positions = (
-        x.view(-1, num_blocks, length // num_blocks)[:, blocks].flatten()
+        x.view(-1, num_blocks, length // num_blocks)[:, early : late + 1 : late - early].flatten()
         for x in (batch.tokens, batch.targets, batch.positions)
     )
     local = {"tokens": tokens, "targets": targets, "positions": positions}
@@ -83,27 +84,25 @@ def context_attention(
 ) -> Tensor:
     """Causal attention within the sequences and documents of a batch, sharded over cp or not.
 
-    `query [T, Hq, D]`, `key [T, Hkv, D]`, `value [T, Hkv, Dv]` -> `[T, Hq, Dv]`; the rest as in
-    `attention`.
+    `query [T, Hq, D]`, `key [T, Hkv, D]`, `value [T, Hkv, Dv]` -> `[T, Hq, Dv]`; a query sees the
+    `window` keys that end with its own (None, 0: all); scale and sinks as in `attention`.
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, key, value = (x.unflatten(0, sequences) for x in (query, key, value))
-    if cp.size == 1:
-        out, _ = attention(
-            query,
-            key,
-            value,
-            scale=scale,
-            documents=batch.documents,
-            window=window,
-            sinks=sinks,
-            backend=backend,
-        )
-        return out.flatten(0, 1)
     call = _call(query, batch, cp, scale, window, backend)
-    if call.window is None:
-        return _Ring.apply(query, key, value, None, sinks, call).flatten(0, 1)
-    return _Halo.apply(query, torch.cat([key, value], -1), sinks, call).flatten(0, 1)
+    if cp.size == 1:
+        _, _, visibility = call.meeting(0)
+        out, _ = attention(query, key, value, sinks=sinks, visibility=visibility, **call.settings)
+    elif call.window is None:
+        out = _Ring.apply(query, key, value, None, sinks, call)
+    else:
+        parts, visibilities = [], [call.in_window(span) for span in call.spans(cp.rank)]
+        blocks = _Halo.apply(torch.cat([key, value], -1), call)
+        for q, kv, seen in zip(query.split(call.block, 1), blocks, visibilities, strict=True):
+            k, v = kv[..., : q.shape[-1]], kv[..., q.shape[-1] :]
+            parts.append(attention(q, k, v, sinks=sinks, visibility=seen, **call.settings)[0])
+        out = torch.cat(parts, 1)
+    return out.flatten(0, 1)
 
 
 def latent_attention(
@@ -141,28 +140,41 @@ class _Call:
     backend: AttentionBackend
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments of every call of the operator."""
+        return {"scale": self.scale, "backend": self.backend}
+
+    @property
     def block(self) -> int:
         """Tokens of a block."""
         return self.length // (2 * self.cp.size)
 
     def spans(self, rank: int) -> list[range]:
         """Places in a sequence that a rank holds: its two blocks."""
-        if self.cp.size == 1:
-            return [range(self.length)]  # may be odd
         starts = [block * self.block for block in _blocks_of(rank, self.cp)]
         return [range(start, start + self.block) for start in starts]
 
     def visibility(self, queries: list[range], keys: list[range], *, causal: bool) -> Visibility:
         """Of queries and keys at these places; a document's part of each is one segment."""
-        offsets, length = self.offsets, self.length
-        if offsets is not None:
-            parts = (_offsets_within(offsets, length, spans) for spans in (queries, keys))
-            offsets = (next(parts), next(parts))
-        return Visibility(causal=causal, window=self.window, offsets=offsets)
+        pair = None
+        if self.offsets is not None:
+            pair = (self.offsets_within(queries), self.offsets_within(keys))
+        return Visibility(causal=causal, window=self.window, offsets=pair)
+
+    def offsets_within(self, spans: list[range]) -> Tensor:
+        """How many tokens of the spans of all sequences lie before each offset, int32."""
+        assert self.offsets is not None, "the caller looks"
+        before = self.offsets // self.length * sum(map(len, spans))
+        for span in spans:
+            before = before + (self.offsets % self.length - span.start).clamp(0, len(span))
+        return before
 
     def meeting(self, source: int) -> tuple[slice, slice, Visibility]:
         """Which rows of the queries here see which rows of a rank's keys, and how."""
         both, early, late = slice(None), slice(0, self.block), slice(self.block, None)
+        if self.cp.size == 1:
+            pair = None if self.offsets is None else (self.offsets, self.offsets)
+            return both, both, Visibility(window=self.window, offsets=pair)
         mine, theirs = self.spans(self.cp.rank), self.spans(source)
         if source == self.cp.rank:
             return both, both, self.visibility(mine, theirs, causal=True)
@@ -170,37 +182,14 @@ class _Call:
             return both, early, self.visibility(mine, theirs[:1], causal=False)
         return late, both, self.visibility(mine[1:], theirs, causal=False)
 
-    def halos(self) -> list[tuple[slice, int, Visibility]]:
-        """Of both blocks here: rows, how many keys before them count, what the queries see."""
-        found = []
-        for index, span in enumerate(self.spans(self.cp.rank)):
-            keys = range(max(0, span.start + 1 - (self.window or 1)), span.stop)
-            rows = slice(index * self.block, (index + 1) * self.block)
-            visibility = self.visibility([span], [keys], causal=True)
-            found.append((rows, span.start - keys.start, visibility))
-        return found
+    def reach(self, start: int) -> int:
+        """How many keys before the block that starts here its window shows."""
+        return min((self.window or 1) - 1, start)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, visibility: Visibility
-    ) -> tuple[Tensor, Tensor]:
-        """Output and LSE over these keys."""
-        settings = {"scale": self.scale, "backend": self.backend}
-        return attention_forward(query, key, value, visibility=visibility, **settings)
-
-    def backward(
-        self,
-        rows: slice,
-        saved: Sequence[Tensor],
-        key: Tensor,
-        value: Tensor,
-        visibility: Visibility,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients through these keys of some rows; `saved` are gradient, query, output, LSE."""
-        grad, query, out = (x[:, rows] for x in saved[:3])
-        lse, settings = saved[3][..., rows], {"scale": self.scale, "backend": self.backend}
-        return attention_backward(
-            grad, query, key, value, out, lse, visibility=visibility, **settings
-        )
+    def in_window(self, span: range) -> Visibility:
+        """Of a block's queries and of the keys that reach to its end."""
+        keys = range(span.start - self.reach(span.start), span.stop)
+        return self.visibility([span], [keys], causal=True)
 
 
 def _call(
@@ -220,14 +209,6 @@ def _call(
 
 def _blocks_of(rank: int, cp: Axis) -> tuple[int, int]:
     return rank, 2 * cp.size - 1 - rank
-
-
-def _offsets_within(offsets: Tensor, length: int, spans: list[range]) -> Tensor:
-    """How many tokens of the spans of all sequences lie before each offset, int32."""
-    before = offsets // length * sum(map(len, spans))
-    for span in spans:
-        before = before + (offsets % length - span.start).clamp(0, len(span))
-    return before
 
 
 class _Ring(torch.autograd.Function):
@@ -250,7 +231,9 @@ class _Ring(torch.autograd.Function):
         for source, (a, b) in _round([first, second], call.cp):
             rows, keys, visibility = call.meeting(source)
             key, value = _expand(query, a[:, keys], b[:, keys], weight)
-            part, part_lse = call.forward(query[:, rows], key, value, visibility)
+            part, part_lse = attention_forward(
+                query[:, rows], key, value, visibility=visibility, **call.settings
+            )
             if source == call.cp.rank:
                 out, lse = part.to(part_lse.dtype, copy=True), part_lse
             else:
@@ -266,17 +249,20 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, out, lse, first, second, weight, sinks = ctx.saved_tensors
-        call, saved = ctx.call, (grad, query, out, lse)
+        call: _Call = ctx.call
         dquery = torch.zeros_like(query, dtype=lse.dtype)
         dweight = lse.new_zeros(() if weight is None else weight.shape)
         # Gradients of the keys at hand, from the ranks that had them before.
-        carried = [torch.zeros_like(x, dtype=lse.dtype) for x in (first, second)]
+        carried = [lse.new_zeros(x.shape) for x in (first, second)]
         hop = exchange([], [], call.cp)
         for source, (a, b) in _round([first, second], call.cp):
             rows, keys, visibility = call.meeting(source)
             a, b = a[:, keys], b[:, keys]
-            heads = _expand(query, a, b, weight)
-            dq, dk, dv = call.backward(rows, saved, *heads, visibility)
+            key, value = _expand(query, a, b, weight)
+            dout, q, o = (x[:, rows] for x in (grad, query, out))
+            dq, dk, dv = attention_backward(
+                dout, q, key, value, o, lse[..., rows], visibility=visibility, **call.settings
+            )
             dquery[:, rows] += dq
             parts = [dk, dv]
             if weight is not None:
@@ -345,72 +331,50 @@ def _expand_backward(
 
 
 class _Halo(torch.autograd.Function):
-    """Attention in a sliding window; `kv` holds keys and values side by side."""
+    """Each block here of keys and values `kv`, after what its window shows before it."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, kv: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
-        plan = call.halos()
-        halos = [kv.new_zeros(len(kv), count, *kv.shape[2:]) for _, count, _ in plan]
-        _exchange_halos(kv, halos, call, home=False)
-        parts = [
-            call.forward(query[:, rows], *_keys_and_values(halo, kv, rows, query), visibility)
-            for halo, (rows, _, visibility) in zip(halos, plan, strict=True)
-        ]
-        out, lse = torch.cat([x for x, _ in parts], 1), torch.cat([x for _, x in parts], 2)
-        if sinks is not None:
-            out, lse = apply_sinks(out, lse, sinks)
-        ctx.save_for_backward(query, out, lse, kv, sinks, *halos)
+    def forward(ctx: Any, kv: Tensor, call: _Call) -> tuple[Tensor, ...]:
+        blocks = []
+        for span, block in zip(call.spans(call.cp.rank), kv.split(call.block, 1), strict=True):
+            halo = kv.new_zeros(len(kv), call.reach(span.start), *kv.shape[2:])
+            blocks.append(torch.cat([halo, block], 1))
+        _exchange_halos(kv, blocks, call, home=False)
         ctx.call = call
-        return out
+        return tuple(blocks)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, out, lse, kv, sinks, *halos = ctx.saved_tensors
-        call, saved = ctx.call, (grad, query, out, lse)
-        dquery, dkv, dhalos = [], torch.empty_like(kv, dtype=lse.dtype), []
-        for halo, (rows, count, visibility) in zip(halos, call.halos(), strict=True):
-            heads = _keys_and_values(halo, kv, rows, query)
-            dq, *parts = call.backward(rows, saved, *heads, visibility)
-            both = torch.cat(parts, -1).to(lse.dtype)
-            dquery.append(dq)
-            dhalos.append(both[:, :count])
-            dkv[:, rows] = both[:, count:]
-        _exchange_halos(dkv, dhalos, call, home=True)
-        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
-        return torch.cat(dquery, 1), dkv.to(kv.dtype), dsinks, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wide = [grad.to(accumulation_dtype(grad.dtype)) for grad in grads]
+        dkv = torch.cat([grad[:, -ctx.call.block :] for grad in wide], 1)
+        _exchange_halos(dkv, wide, ctx.call, home=True)
+        return dkv.to(grads[0].dtype), None
 
 
-def _keys_and_values(halo: Tensor, kv: Tensor, rows: slice, query: Tensor) -> tuple[Tensor, Tensor]:
-    both = torch.cat([halo, kv[:, rows]], 1)
-    return both[..., : query.shape[-1]], both[..., query.shape[-1] :]
-
-
-def _exchange_halos(kv: Tensor, halos: list[Tensor], call: _Call, *, home: bool) -> None:
-    """Add rows of `kv` to the halos of later blocks, or the halos to the rows (`home`)."""
+def _exchange_halos(kv: Tensor, blocks: list[Tensor], call: _Call, *, home: bool) -> None:
+    """Add rows of `kv` to the halos of later blocks, or halos to the rows they are of (`home`)."""
     cp, size = call.cp, call.block
     own, sends, receives, sums = _blocks_of(cp.rank, cp), [], [], []
     for block in range(2 * cp.size):
-        reach = min((call.window or 1) - 1, block * size)
         for earlier in range(block):
-            end = reach - (block - 1 - earlier) * size  # of the earlier block in the halo
-            if end <= 0 or not {block, earlier} & {*own}:
+            end = call.reach(block * size) - (block - 1 - earlier) * size  # its end in the halo
+            if end <= 0 or (block not in own and earlier not in own):
                 continue
             count, here, there = min(end, size), None, None
             if earlier in own:
                 last = (own.index(earlier) + 1) * size
                 here = kv[:, last - count : last]
             if block in own:
-                there = halos[own.index(block)][:, end - count : end]
+                there = blocks[own.index(block)][:, end - count : end]
             source, target = (there, here) if home else (here, there)
+            peer = min(_blocks_of(earlier if block in own else block, cp))
             if target is None and source is not None:
-                taker = min(_blocks_of(earlier if home else block, cp))
-                sends.append((source.contiguous(), taker))
+                sends.append((source.contiguous(), peer))
             elif target is not None:
                 if source is None:
-                    giver = min(_blocks_of(block if home else earlier, cp))
                     source = target.new_empty(target.shape)
-                    receives.append((source, giver))
+                    receives.append((source, peer))
                 sums.append((target, source))
     exchange(sends, receives, cp).wait_sends()
     for target, source in sums:

@@ -61,7 +61,7 @@ class Visibility:
         if self.window is not None and (self.window < 1 or not self.causal):
             raise ValueError(
                 f"attention window {self.window}, causal {self.causal}: a window is at least 1 and "
-                "causal; 0 or None where a window is asked for means none"
+                "causal; None for no window"
             )
 
 
@@ -226,23 +226,19 @@ def attention(
     value: Tensor,
     *,
     scale: float | None = None,
-    documents: Tensor | None = None,
-    window: int | None = None,
+    visibility: Visibility | None = None,
     sinks: Tensor | None = None,
     backend: AttentionBackend,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of every sequence or document with itself.
+    """Attention of every sequence or document with itself, causal unless `visibility` says else.
 
     `query [B, S, Hq, D]`, `key [B, K, Hkv, D]`, `value [B, K, Hkv, Dv]` -> output `[B, S, Hq, Dv]`
-    in their dtype and LSE `[B, Hq, S]` in the accumulation dtype. `scale` is `D ** -0.5` when None.
-    `documents [num_documents + 1]` int32 are ascending offsets from 0 to `B * S` and need K = S;
-    they are trusted on CUDA, where a look would make the host wait. With `window` W (0, None: all)
-    a query sees the W keys that end with its own; `sinks [Hq]` are logits that take weight and
-    have no value. Only `REFERENCE` differentiates the LSE. A ValueError says what does not fit or
-    what the backend cannot do.
+    in their dtype and LSE `[B, Hq, S]` in the accumulation dtype. `scale` is `D ** -0.5` when None;
+    `sinks [Hq]` are logits that take weight and have no value. Only `REFERENCE` differentiates the
+    LSE. A ValueError says what does not fit or what the backend cannot do.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    visibility = _causal_visibility(query, key, documents, window)
+    visibility = visibility or Visibility()
     _check_operands(query, key, value, visibility, backend)
     if sinks is not None and sinks.shape != query.shape[2:3]:
         raise ValueError(
@@ -251,7 +247,7 @@ def attention(
         )
     if backend is AttentionBackend.REFERENCE:
         return attention_reference(
-            query, key, value, scale=scale, documents=documents, window=window, sinks=sinks
+            query, key, value, scale=scale, visibility=visibility, sinks=sinks
         )
     return _Attention.apply(query, key, value, sinks, scale, visibility, backend)
 
@@ -262,14 +258,18 @@ def attention_reference(
     value: Tensor,
     *,
     scale: float | None = None,
-    documents: Tensor | None = None,
-    window: int | None = None,
+    visibility: Visibility | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The formula by plain autograd in the accumulation dtype, the output rounded once."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    visibility = _causal_visibility(query, key, documents, window)
-    out, lse = _reference_forward(query, key, value, scale, visibility)
+    scores = _reference_scores(query, key, scale, visibility or Visibility())
+    lse = scores.logsumexp(-1)
+    # A query without keys: exp(-inf - 0) = 0, where exp(-inf - -inf) would be NaN.
+    shift = lse.masked_fill(lse == -torch.inf, 0.0)
+    probabilities = (scores - shift[..., None]).exp()
+    out = torch.einsum("bhgij,bjhd->bihgd", probabilities, value.to(scores.dtype))
+    out, lse = out.flatten(2, 3), lse.flatten(1, 2)
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
     return out.to(query.dtype), lse
@@ -290,8 +290,7 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     match backend:
         case AttentionBackend.REFERENCE:
-            out, lse = _reference_forward(query, key, value, scale, visibility)
-            return out.to(query.dtype), lse
+            return attention_reference(query, key, value, scale=scale, visibility=visibility)
         case AttentionBackend.CUDNN:
             out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 q, k, v, None, True, 0.0, visibility.causal, False, scale=scale
@@ -394,17 +393,11 @@ def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
 
 
 def sequence_offsets(documents: Tensor, num_sequences: int, length: int) -> Tensor:
-    """Document offsets cut at the boundaries of sequences too: `[D + B + 2]` int32, ascending."""
-    num_tokens = num_sequences * length
-    fault = None
-    if documents.dtype != torch.int32 or documents.ndim != 1:
-        fault = f"{documents.dtype} {list(documents.shape)} must be int32 offsets [D+1]"
-    elif documents.device.type == "cpu":
-        offsets = documents.tolist()
-        if offsets != sorted(offsets) or offsets[:1] + offsets[-1:] != [0, num_tokens]:
-            fault = f"{offsets} must ascend from 0 to {num_tokens}, the number of tokens"
-    if fault:
-        raise ValueError(f"attention: documents {fault}")
+    """Offsets of documents `[D + 1]` int32, from 0 to the number of tokens, cut at sequences too.
+
+    -> `[D + B + 2]` int32, ascending, for `Visibility`.
+    """
+    _check_offsets(documents, num_sequences * length)
     starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=documents.device) * length
     # Sorted, not deduplicated: counting the distinct ones would make the host wait, and an offset
     # that occurs twice is an empty document.
@@ -450,17 +443,6 @@ class _Attention(torch.autograd.Function):
         return *grads, dsinks, None, None, None
 
 
-def _causal_visibility(
-    query: Tensor, key: Tensor, documents: Tensor | None, window: int | None
-) -> Visibility:
-    if documents is None:
-        return Visibility(window=window or None)
-    if query.shape[:2] != key.shape[:2]:
-        raise ValueError("attention: documents need as many keys as queries")
-    offsets = sequence_offsets(documents, *query.shape[:2])
-    return Visibility(window=window or None, offsets=(offsets, offsets))
-
-
 def _check_operands(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, backend: AttentionBackend
 ) -> None:
@@ -476,6 +458,8 @@ def _check_operands(
             f"attention: dtypes {query.dtype}, {key.dtype}, {value.dtype} must be equal"
         )
     aligned = visibility.causal and visibility.offsets is None
+    for offsets, length in zip(visibility.offsets or (), (q[1], k[1]), strict=False):
+        _check_offsets(offsets, q[0] * length)
     violations = attention_violations(
         backend,
         query.device,
@@ -492,6 +476,19 @@ def _check_operands(
         )
     if violations:
         raise ValueError(f"attention with backend {backend.value!r}: {'; '.join(violations)}")
+
+
+def _check_offsets(offsets: Tensor, num_tokens: int) -> None:
+    """Values are trusted on CUDA, where a look would make the host wait."""
+    fault = None
+    if offsets.dtype != torch.int32 or offsets.ndim != 1:
+        fault = f"{offsets.dtype} {list(offsets.shape)} must be int32 offsets [D+1]"
+    elif offsets.device.type == "cpu":
+        values = offsets.tolist()
+        if values != sorted(values) or values[:1] + values[-1:] != [0, num_tokens]:
+            fault = f"{values} must ascend from 0 to {num_tokens}, the number of tokens"
+    if fault:
+        raise ValueError(f"attention: documents {fault}")
 
 
 def _visible_keys(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor:
@@ -523,18 +520,6 @@ def _reference_scores(query: Tensor, key: Tensor, scale: float, visibility: Visi
     scores = torch.einsum("bihgd,bjhd->bhgij", grouped, key.to(wide)) * scale
     hidden = ~_visible_keys(query, key, visibility)
     return scores.masked_fill(hidden[:, None, None], -torch.inf)
-
-
-def _reference_forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, visibility: Visibility
-) -> tuple[Tensor, Tensor]:
-    scores = _reference_scores(query, key, scale, visibility)
-    lse = scores.logsumexp(-1)
-    # A query without keys: exp(-inf - 0) = 0, where exp(-inf - -inf) would be NaN.
-    shift = lse.masked_fill(lse == -torch.inf, 0.0)
-    probabilities = (scores - shift[..., None]).exp()
-    out = torch.einsum("bhgij,bjhd->bihgd", probabilities, value.to(scores.dtype))
-    return out.flatten(2, 3), lse.flatten(1, 2)
 
 
 def _reference_backward(
