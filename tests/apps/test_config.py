@@ -69,7 +69,7 @@ def test_a_good_run_has_no_violation(run):
         (MeshConfig(ep=3), 8, 3, ["mesh.ep = 3", "8 experts", "1, 2, 4, 8"]),
         (MeshConfig(pp=2, ep=4), 8, 4, ["pp 2 x dp 1 x cp 1 x ep 4 = 8", "4 run", "ep4"]),
         (MeshConfig(ep=8), 8, 2, ["= 8 processes", "2 run", "dp2"]),
-        (MeshConfig(cp=2), 8, 2, ["mesh.cp = 2"]),
+        (MeshConfig(cp=3), 8, 3, ["mesh.cp = 3", "2 x cp = 6", "valid lengths: 60, 66"]),
     ],
 )
 def test_meshes_that_do_not_fit(run, mesh, experts, world_size, named):

@@ -29,6 +29,19 @@ def run_demo(folder, name, *options, gpus="0,1"):
 @pytest.mark.gpus2
 @NEEDS_TWO
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 2e-2)])
+def test_a_ring_of_two_gpus_gives_the_losses_of_one(tmp_path, dtype, tolerance):
+    options = ["--mesh.pp", "1", "--mesh.ep", "1", "--train.dtype", dtype]
+    options += ["--balance.method", "none"]
+    one = run_demo(tmp_path, "one", *options, gpus="0")
+    for found, expected in zip(
+        run_demo(tmp_path, "cp2", *options, "--mesh.cp", "2"), one, strict=True
+    ):
+        assert found == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.gpus2
+@NEEDS_TWO
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 2e-2)])
 def test_two_gpus_give_the_losses_of_one(tmp_path, dtype, tolerance):
     single = ["--mesh.pp", "1", "--mesh.ep", "1", "--train.dtype", dtype]
     one = run_demo(tmp_path, "one", *single, gpus="0")

@@ -293,3 +293,26 @@ def test_bad_input_is_refused(gloo_pool):
         assert "documents [0, 90] must ascend from 0 to 96" in documents
         assert "window -3" in window
         assert "value_dim 5 differs from head_dim 6" in value_dim
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [REFERENCE, AttentionBackend.CUDNN])
+def test_gpu_latent_attention_equals_dense_attention(backend):
+    tokens, heads, nope, rotary, value, rank = 256, 4, 128, 64, 128, 96
+    shapes = [(tokens, heads, nope + rotary), (tokens, rank), (tokens, rotary)]
+    shapes.append((heads * (nope + value), rank))
+    inputs = [0.3 * draw(*shape, seed=i) for i, shape in enumerate(shapes)]
+    inputs = [x.bfloat16().requires_grad_() for x in inputs]
+    grad = draw(tokens, heads, value, seed=7).bfloat16()
+    query, latent, rotary_key, kv_b = (x.double() for x in inputs)
+    expanded = (latent @ kv_b.t()).unflatten(1, (heads, -1))
+    key = torch.cat([expanded[..., :nope], rotary_key[:, None].expand(-1, heads, -1)], -1)
+    wanted = dense(query, key, expanded[..., nope:], 0.1, None, None, None, sequences=1)
+    wanted_grads = torch.autograd.grad(wanted, inputs, grad.double())
+    shards = [x.detach().cuda().requires_grad_() for x in inputs]
+    batch = whole_batch(num_sequences=1, length=tokens)
+    out = latent_attention(*shards, batch, Mesh.single().cp, scale=0.1, backend=backend)
+    grads = torch.autograd.grad(out, shards, grad.cuda())
+    assert relative(out.cpu(), wanted) < 1e-2
+    for got, want in zip(grads, wanted_grads, strict=True):
+        assert relative(got.cpu(), want) < 2e-2
