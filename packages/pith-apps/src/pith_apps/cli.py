@@ -172,7 +172,9 @@ def _import(rest: list[str]) -> int:
     arguments = _parse_recipe("convert import", rest, ImportArguments)
     config = arguments.config
     check_values(config)
-    with held_run_folder(config.run_folder):
+    # A folder that is not there belongs to no run, and a refusal shall not make it.
+    run = config.run_folder
+    with held_run_folder(run) if run.exists() else nullcontext():
         import_checkpoint(arguments.source, config.checkpoint_folder, config.model)
     return 0
 

@@ -87,5 +87,5 @@ def learning_rate(config: LearningRateConfig, step: int, total_steps: int) -> fl
 
 
 def reaches_peak(config: LearningRateConfig, total_steps: int) -> bool:
-    """Whether a step of the run has the peak rate: warmup and decay leave one."""
+    """Whether warmup and decay leave a step for the peak rate."""
     return max(1, config.warmup_steps) + (config.decay_steps or 0) <= total_steps
