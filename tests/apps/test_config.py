@@ -16,7 +16,7 @@ from pith_apps.config import (
     config_record,
 )
 from pith_apps.corpus import tokenize_files, train_tokenizer
-from pith_apps.plan import Machine
+from pith_apps.plan import Machine, describe_run
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
 from pith_engine.balance import BalanceConfig
 from pith_engine.lr import LearningRateConfig
@@ -315,6 +315,16 @@ def test_a_vocabulary_out_of_range_does_not_hide_the_corpora(run, tmp_path):
     data = replace(run.data, training=tmp_path / "none")
     found = violations(replace(run, data=data, model=replace(run.model, vocab_size=0)), machine())
     assert [line.split()[0] for line in found] == ["model.vocab_size", "data.training"]
+
+
+def test_the_plan_says_when_a_run_ends_before_its_warmup(run):
+    lr = LearningRateConfig(peak=1e-3, warmup_steps=10)
+    for steps, says in ((9, True), (10, False)):
+        plan = describe_run(
+            replace(run, lr=lr, train=replace(run.train, steps=steps)), machine(), 10_000
+        )
+        assert "warmup of 10 steps to 0.001" in plan
+        assert ("which this short run never reaches" in plan) == says
 
 
 def test_a_configuration_is_plain_values():

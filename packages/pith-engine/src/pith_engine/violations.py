@@ -7,7 +7,7 @@ check inside `__post_init__` would end alone, before the rest of the tree exists
 """
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -18,25 +18,24 @@ def raise_violations(violations: Sequence[str], what: str) -> None:
         raise ValueError(f"{what}:" + "".join(f"\n  - {violation}" for violation in violations))
 
 
-def type_violations(value: Any, annotation: Any, path: str) -> list[str]:
+def type_violations(values: Any, annotation: Any, path: str) -> list[str]:
     """Where a tree of dataclasses, which Python does not check, holds a value of another type.
 
-    Literals, unions, tuples and nested dataclasses are looked into; an int serves as a float, a
-    bool not as a number.
+    `values` is the tree as `asdict` gives it. Literals, unions, tuples and nested dataclasses are
+    looked into; an int serves as a float, a bool not as a number.
     """
-    if is_dataclass(annotation) and type(value) is annotation:
-        hints, prefix = get_type_hints(annotation), f"{path}." if path else ""
+    hints = get_type_hints(annotation) if is_dataclass(annotation) else {}
+    if hints and isinstance(values, dict) and values.keys() == hints.keys():
+        prefix = f"{path}." if path else ""
         return [
             line
-            for field in fields(annotation)
-            for line in type_violations(
-                getattr(value, field.name), hints[field.name], prefix + field.name
-            )
+            for name, value in values.items()
+            for line in type_violations(value, hints[name], prefix + name)
         ]
-    if _has_type(value, annotation):
+    if _has_type(values, annotation):
         return []
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    return [f"{path} is {value!r}, of type {type(value).__name__}: allowed is {name}"]
+    return [f"{path} is {values!r}, of type {type(values).__name__}: allowed is {name}"]
 
 
 def _has_type(value: Any, annotation: Any) -> bool:

@@ -147,7 +147,7 @@ class Qwen3MoeConfig:
             mlp_only_layers=tuple(dense) if isinstance(dense, list) else dense,
             rope_theta=float(theta) if type(theta) is int else theta,
         )
-        wrong = type_violations(config, Qwen3MoeConfig, "model") or config.violations()
+        wrong = type_violations(asdict(config), Qwen3MoeConfig, "model") or config.violations()
         raise_violations(wrong, "config.json of a Qwen3-MoE model")
         return config
 

@@ -8,6 +8,7 @@ usually starts from a built-in one with `dataclasses.replace`.
 import inspect
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from runpy import run_path
@@ -74,7 +75,7 @@ def _recipe_of_file(path: Path) -> RunConfig:
         config = recipes[0]()
     if not isinstance(config, RunConfig):
         raise ValueError(f"recipe {path}: {recipes[0].__name__} returns {config!r}, no RunConfig")
-    raise_violations(type_violations(config, RunConfig, ""), f"recipe {path}")
+    raise_violations(type_violations(asdict(config), RunConfig, ""), f"recipe {path}")
     return config
 
 
