@@ -1,7 +1,7 @@
 """Refusals: every reason at once, with the value and a way out, before anything is touched."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from pith_apps.config import (
     config_record,
 )
 from pith_apps.corpus import tokenize_files, train_tokenizer
-from pith_apps.plan import Machine
+from pith_apps.plan import Machine, describe_run
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
 from pith_engine.balance import BalanceConfig
 from pith_engine.lr import LearningRateConfig
@@ -260,20 +260,71 @@ def test_bf16_on_a_gpu_needs_rows_of_16_bytes(run):
     assert "--model.moe-intermediate-size 48" in found[1]
 
 
-@pytest.mark.parametrize(
-    ("config", "bad"),
-    [
-        (MeshConfig, {"ep": 0}),
-        (AdamWConfig, {"eps": -1.0}),
-        (BalanceConfig, {"coefficient": -1.0}),
-        (LearningRateConfig, {"peak": -1.0}),
-    ],
-)
-def test_configurations_of_the_engine_refuse_a_bad_value_by_name(config, bad):
-    (name,) = bad
-    required = {"peak": 1e-3} if config is LearningRateConfig else {}
-    with pytest.raises(ValueError, match=name):
-        config(**{**required, **bad})
+def test_every_section_is_reported_at_once(run, tmp_path):
+    bad = replace(
+        run,
+        name="..",
+        nproc=0,
+        timeout=-1.0,
+        layers_per_chunk=(),
+        model=replace(run.model, head_dim=0, num_key_value_heads=-1),
+        mesh=MeshConfig(dp=0, ep=-2),
+        data=DataConfig(training=tmp_path / "none"),
+        train=replace(run.train, micro_batch=0),
+        optim=AdamWConfig(eps=-1.0),
+        lr=LearningRateConfig(peak=-1.0, warmup_steps=-3),
+        balance=BalanceConfig(coefficient=-1.0),
+        evaluation=EvaluationConfig(interval=-1),
+        checkpoint=CheckpointConfig(keep=0),
+    )
+    found = violations(bad, machine(0))
+    for path in (
+        "name is '..'",
+        "nproc is 0",
+        "timeout is -1.0",
+        "layers_per_chunk is ()",
+        "model.head_dim = 0",
+        "model.num_key_value_heads = -1",
+        "mesh.dp = 0",
+        "mesh.ep = -2",
+        "data.training, data.held_out",
+        "train.micro_batch is 0",
+        "optim.eps = -1.0",
+        "lr.peak is -1.0",
+        "lr.warmup_steps is -3",
+        "balance.coefficient is -1.0",
+        "evaluation.interval is -1",
+        "checkpoint.keep is 0",
+    ):
+        assert len([line for line in found if line.startswith(path)]) == 1, path
+    assert len(found) == 16
+
+
+@pytest.mark.parametrize("value", [0, -1, -8])
+def test_no_size_out_of_range_breaks_a_check(run, value):
+    """Each whole number of the model and the mesh, alone: it is named, and nothing crashes."""
+    for section in ("model", "mesh"):
+        part = getattr(run, section)
+        for name in [field.name for field in fields(part) if field.type is int]:
+            bad = replace(run, **{section: replace(part, **{name: value})})
+            found = violations(bad, machine())
+            assert any(line.startswith(f"{section}.{name} = {value}") for line in found)
+
+
+def test_a_vocabulary_out_of_range_does_not_hide_the_corpora(run, tmp_path):
+    data = replace(run.data, training=tmp_path / "none")
+    found = violations(replace(run, data=data, model=replace(run.model, vocab_size=0)), machine())
+    assert [line.split()[0] for line in found] == ["model.vocab_size", "data.training"]
+
+
+def test_the_plan_says_when_a_run_ends_before_its_warmup(run):
+    lr = LearningRateConfig(peak=1e-3, warmup_steps=10)
+    for steps, says in ((9, True), (10, False)):
+        plan = describe_run(
+            replace(run, lr=lr, train=replace(run.train, steps=steps)), machine(), 10_000
+        )
+        assert "warmup of 10 steps to 0.001" in plan
+        assert ("which this short run never reaches" in plan) == says
 
 
 def test_a_configuration_is_plain_values():

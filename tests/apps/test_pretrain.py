@@ -75,6 +75,7 @@ def test_a_run_leaves_what_it_says(folder):
         "config.json",
         "environment.json",
         "export",
+        "lock",
         "log",
         "loss.png",
         "metrics.jsonl",
@@ -122,7 +123,8 @@ def hangs() -> RunConfig:
 """
 
 
-def test_a_killed_run_resumes_and_ends_alike(folder):
+def test_a_killed_run_resumes_and_ends_alike(folder, monkeypatch, capsys):
+    """While it lives, no other process writes to its folder: neither one rank nor a launcher."""
     (folder / "hangs.py").write_text(HANGS)
     process = start(folder, "pretrain", "hangs.py", *SIX[1:], "--name", "killed")
     deadline = time.monotonic() + 200
@@ -130,6 +132,14 @@ def test_a_killed_run_resumes_and_ends_alike(folder):
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
+    monkeypatch.chdir(folder)
+    before = sorted(Path("runs", "killed").rglob("*"))
+    source = ["--source", "nowhere"]
+    for command in (["pretrain", *SIX], ["pretrain", *FOUR_RANKS], ["convert", "import", *SIX]):
+        given = source if "import" in command else []
+        assert main([*command, *given, "--name", "killed"]) == 2
+        assert "run folder runs/killed is in use by another process" in capsys.readouterr().err
+    assert sorted(Path("runs", "killed").rglob("*")) == before
     process.send_signal(signal.SIGKILL)
     process.communicate()
     output = pith(folder, "pretrain", *SIX, "--name", "killed")

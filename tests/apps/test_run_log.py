@@ -1,9 +1,11 @@
 """The step line, `metrics.jsonl` and what a resumed run makes of them."""
 
+import errno
 import json
 import math
-import sys
 import time
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from pith_apps.run_log import (
     RunLog,
     StepRecord,
     format_seconds,
+    held_run_folder,
     peak_memory_bytes,
     read_metrics,
     write_run_facts,
@@ -179,9 +182,40 @@ def test_tensorboard_holds_the_scalars_and_no_step_twice(tmp_path: Path) -> None
     assert [(e.step, e.value) for e in events.Scalars("held_out_loss")] == [(3, 0.5)]
 
 
-def test_missing_tensorboard_says_what_to_install(
+def test_damaged_metrics_are_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged"):
+        read_metrics(tmp_path)
+
+
+def hold(folder: Path, ready: Event) -> None:
+    with held_run_folder(folder):
+        ready.set()
+        time.sleep(60)
+
+
+def test_a_run_folder_is_held_until_its_process_ends_however(tmp_path: Path) -> None:
+    context = get_context("spawn")
+    ready = context.Event()
+    holder = context.Process(target=hold, args=(tmp_path / "run", ready))
+    holder.start()
+    assert ready.wait(60)
+    refused = pytest.raises(ValueError, match="run is in use by another process")
+    with refused, held_run_folder(tmp_path / "run"):
+        pass
+    holder.kill()
+    holder.join()
+    for _ in range(2):
+        with held_run_folder(tmp_path / "run"):
+            pass
+
+
+def test_a_file_system_without_locks_is_no_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match=r"pip install 'pith-apps\[tensorboard\]'"):
-        open_log(tmp_path, tensorboard=True)
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("pith_apps.run_log.flock", no_locks)
+    with pytest.warns(UserWarning, match="not protected"), held_run_folder(tmp_path):
+        pass

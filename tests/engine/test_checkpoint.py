@@ -184,6 +184,30 @@ def test_an_incomplete_checkpoint_is_passed_over_with_a_warning(tmp_path, how):
         load_checkpoint(tmp_path / "step-00000010", parameters, optimizer, mesh)
 
 
+def load_damaged(path):
+    mesh = Mesh.create(parse_mesh("dp4"), timedelta(seconds=30))
+    try:
+        load_checkpoint(path, *make_state(mesh, seed=9), mesh)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_file_that_changed_is_named_on_every_rank(gloo_pool, tmp_path):
+    gloo_pool.run(save_on, "dp4", tmp_path, 7)
+    path = tmp_path / "step-00000007"
+    files = sorted(file for file in path.iterdir() if file.name != MANIFEST_NAME)
+    assert len(files) == 5
+    for file in files:
+        content = file.read_bytes()
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        assert find_checkpoint(tmp_path) == path
+        for error in gloo_pool.run(load_damaged, path):
+            assert f"is damaged, {file.name} changed after saving" in error
+        file.write_bytes(content)
+    assert gloo_pool.run(load_damaged, path) == [None] * 4
+
+
 def test_a_save_replaces_the_same_step_and_ignores_what_a_killed_save_left(tmp_path):
     mesh = Mesh.single()
     parameters, optimizer = make_state(mesh, seed=5)

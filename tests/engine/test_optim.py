@@ -155,10 +155,10 @@ def test_moments_exist_from_the_start_and_names_are_unique():
 @pytest.mark.parametrize("field", ["eps", "weight_decay"])
 def test_constants_that_are_not_finite_are_refused(field, value):
     with pytest.raises(ValueError, match=f"optim.{field}"):
-        AdamWConfig(**{field: value})
+        AdamW([], AdamWConfig(**{field: value}))
 
 
 def test_bad_constants_are_named_together():
     with pytest.raises(ValueError, match=r"betas = \(1\.0, 0\.9\)") as caught:
-        AdamWConfig(betas=(1.0, 0.9), eps=0.0, weight_decay=-1.0)
+        AdamW([], AdamWConfig(betas=(1.0, 0.9), eps=0.0, weight_decay=-1.0))
     assert "optim.eps = 0.0" in str(caught.value) and "weight_decay = -1.0" in str(caught.value)

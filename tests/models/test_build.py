@@ -145,28 +145,31 @@ def test_v_shape_gives_rank_the_ends():
 def test_meshes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"ep = 3 .*allowed: \[1, 2, 4, 8\]"):
         list(declared(Mesh.plan(MeshConfig(ep=3), 0), TINY, (3, 3)))
-    with pytest.raises(ValueError, match="needs 4 numbers"):
+    with pytest.raises(ValueError, match=r"layers_per_chunk is \(3, 3\): allowed are 4 numbers"):
         list(declared(Mesh.plan(MeshConfig(pp=2), 0), TINY, (3, 3)))
 
 
 @pytest.mark.parametrize("name", ["rope_theta", "rms_norm_eps", "initializer_range"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_constants_are_positive_and_finite(name: str, value: float):
-    with pytest.raises(ValueError, match=f"{name} = {value}: must be positive and finite"):
-        replace(TINY, **{name: value})
+    bad = replace(TINY, **{name: value})
+    assert bad.violations() == [f"model.{name} = {value}: must be positive and finite"]
+    with pytest.raises(ValueError, match=f"model.{name} = {value}"):
+        list(declared(Mesh.single(), bad, (3, 3)))
 
 
 def test_config_reports_all_faults_at_once():
-    with pytest.raises(ValueError, match="Qwen3MoeConfig") as error:
-        replace(
-            TINY,
-            head_dim=7,
-            num_key_value_heads=3,
-            num_experts_per_tok=9,
-            mlp_only_layers=(6,),
-            hidden_size=0,
-            rope_theta=0.0,
-        )
+    bad = replace(
+        TINY,
+        head_dim=7,
+        num_key_value_heads=3,
+        num_experts_per_tok=9,
+        mlp_only_layers=(6,),
+        hidden_size=0,
+        rope_theta=0.0,
+    )
+    with pytest.raises(ValueError, match=r"config\.json of a Qwen3-MoE model") as error:
+        model_config_from_hf(bad.to_hf())
     for part in (
         "hidden_size = 0",
         "head_dim = 7",
@@ -211,6 +214,11 @@ def test_exported_config_reads_back(config: Qwen3MoeConfig):
         ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size = 512"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size: missing"),
+        ({"hidden_size": "2048"}, "model.hidden_size is '2048', of type str: allowed is int"),
+        ({"mlp_only_layers": 3}, "model.mlp_only_layers is 3, of type int"),
+        ({"rope_theta": "big"}, "model.rope_theta is 'big', of type str: allowed is float"),
+        ({"head_dim": None, "num_attention_heads": 0}, "model.num_attention_heads = 0"),
+        ({"head_dim": 63}, "model.head_dim = 63: must be even"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(changes: dict, message: str):

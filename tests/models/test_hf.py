@@ -1,6 +1,7 @@
 """Hugging Face folders written by transformers: read, account for, write back byte by byte."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -238,3 +239,15 @@ def test_memory_stays_at_one_tensor_and_one_file(tmp_path: Path):
     mebibytes, files = done.stdout.split()
     assert int(files) == 20
     assert float(mebibytes) < 48
+
+
+@pytest.mark.parametrize("name", [INDEX_FILE, "first weights"])
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b'{"weight_map": 3}', b'{"weight_map": {"a": 1}}']
+)
+def test_damaged_files_are_named(source: Path, name: str, content: bytes):
+    files = sorted(source.glob("*.safetensors"))
+    path = files[0] if name == "first weights" else source / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        read(source)

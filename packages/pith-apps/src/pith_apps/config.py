@@ -9,8 +9,9 @@ How a step is cut into micro-batches, with B = `train.batch`, b = `train.micro_b
 
     B sequences = R batch ranks * N micro-batches a rank * b sequences,     N >= 2 * pp
 
-The trap: a field's own range may be checked in its dataclass, but whatever relates two fields, or
-a field and the machine, belongs into `checks.py`, which reports everything at once.
+The trap: no dataclass checks itself when it is made, since its error would come alone. Its method
+`violations` says what is wrong with its values, for those of this file `checks.py` does; what
+relates two of them, or a field and the machine, belongs into `checks.py` too, which reports all.
 """
 
 import dataclasses

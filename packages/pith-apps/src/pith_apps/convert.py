@@ -21,12 +21,13 @@ from pathlib import Path
 import torch
 from pith_engine.checkpoint import (
     StoredBlock,
-    checkpoint_fault,
     find_checkpoint,
     read_tensor,
     tensor_names,
+    verify_checkpoint,
     write_checkpoint,
 )
+from pith_engine.mesh import Mesh
 from pith_models.build import ModelConfig, canonical_tensors, model_config_from_hf
 from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
@@ -74,11 +75,10 @@ def export_checkpoint(
         replace: whether `out` may exist and is replaced.
 
     Raises:
-        ValueError: incomplete checkpoint, tensors that are not those of `config`, or an `out` that
-            exists.
+        ValueError: incomplete or damaged checkpoint, tensors that are not those of `config`, or an
+            `out` that exists.
     """
-    if fault := checkpoint_fault(checkpoint):
-        raise ValueError(f"checkpoint {checkpoint} is incomplete: {fault}")
+    verify_checkpoint(checkpoint, Mesh.single())
     layout = canonical_tensors(config)
     total = sum(prod(tensor.shape) for tensor in layout) * dtype.itemsize
     with _progress("export", total) as bar:

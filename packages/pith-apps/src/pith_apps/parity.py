@@ -31,6 +31,7 @@ from pith_engine.contract import IGNORED_TARGET, Batch, plain_hidden
 from pith_engine.fsdp import CanonicalBlock, canonical_blocks, cut_block
 from pith_engine.mesh import Mesh, MeshConfig, mesh_violations
 from pith_engine.runtime import connect_mesh, gather_objects
+from pith_engine.violations import raise_violations
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -105,9 +106,11 @@ def check_parity(
 ) -> None:
     """Raise a ValueError that names every violation of every mesh, and of the machine."""
     faults = step_violations(replace(config, train=replace(config.train, dtype=dtype)), machine)
+    model_faults = config.model.violations()
     faults += [
         f"{mesh.label}: {fault}"
         for mesh in meshes
+        if not model_faults
         for fault in mesh_violations(
             mesh,
             world_size=mesh.world_size,
@@ -116,10 +119,12 @@ def check_parity(
             num_micro_batches=num_parity_sequences(meshes),
         )
     ]
+    least = max((mesh.world_size for mesh in meshes), default=1)
+    if 0 < machine.world_size < least:
+        faults.append(f"{machine.world_size} processes run, the largest mesh needs {least}")
     if not meshes:
         faults.append(f"no mesh is named; for example {' '.join(PARITY_MESHES)}")
-    if faults:
-        raise ValueError("parity cannot run:" + "".join(f"\n  - {fault}" for fault in faults))
+    raise_violations(faults, "parity cannot run")
 
 
 def parity_worker(

@@ -5,6 +5,7 @@
                  metrics.jsonl        one JSON object a line, written by rank 0 (see below)
                  log/rank_00000.log   what a rank said, with times; rank 0 also prints it
                  tensorboard/         when asked for
+                 lock                 held while a process writes to the folder
 
 A line of `metrics.jsonl` has either "loss" (a training step) or "held_out_loss" (an evaluation
 after that step). A resumed run first cuts off what it will write again.
@@ -21,9 +22,11 @@ import platform
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from fcntl import LOCK_EX, LOCK_NB, flock
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -126,7 +129,7 @@ class RunLog:
         are all cut off.
 
         Raises:
-            ValueError: the folder cannot be written, or TensorBoard is not installed.
+            ValueError: the folder cannot be written.
         """
         self.rank, self.world_size, self.device = rank, world_size, device
         self.total_steps, self.step, self.tokens_seen = total_steps, resumed_step, tokens_seen
@@ -270,11 +273,42 @@ def write_run_facts(folder: Path, config: dict[str, object], world_size: int) ->
         (folder / name).write_text(json.dumps(record, indent=2) + "\n")
 
 
+@contextmanager
+def held_run_folder(folder: Path) -> Generator[None]:
+    """Hold a run folder, made where it is missing, alone for the body.
+
+    The kernel lets go when the process ends, however it ends. Without file locks on the file system
+    nothing is held, and a warning says so.
+
+    Raises:
+        ValueError: another process holds it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a")
+    except OSError as error:
+        raise ValueError(f"run folder {folder} cannot be written: {error}") from None
+    with file:
+        try:
+            flock(file, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"run folder {folder} is in use by another process: wait until it ends, stop it, "
+                "or give another --name"
+            ) from None
+        except OSError as error:
+            warnings.warn(f"{folder} is not protected from a second run: {error}", stacklevel=3)
+        yield
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The records of `metrics.jsonl` in order; a half-written last line is left out."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -304,13 +338,8 @@ def _truncate_metrics(folder: Path, last_step: int) -> None:
 
 
 def _open_tensorboard(folder: Path, resumed_step: int) -> "SummaryWriter":
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError(
-            "log.tensorboard is on, but TensorBoard is not installed: "
-            "pip install 'pith-apps[tensorboard]'"
-        ) from None
+    from torch.utils.tensorboard import SummaryWriter  # `checks.py` asked whether it is there
+
     return SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
 

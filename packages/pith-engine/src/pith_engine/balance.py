@@ -35,11 +35,14 @@ class BalanceConfig:
     coefficient: float = 1e-3
     """Weight of the auxiliary loss beside the token loss (at least 0); `none` does not read it."""
 
-    def __post_init__(self) -> None:
+    def violations(self) -> list[str]:
+        """What is out of range, a line each."""
+        found = []
         if self.method not in ("none", "sequence"):
-            raise ValueError(f"balance.method is {self.method!r}: use 'none' or 'sequence'")
+            found.append(f"balance.method is {self.method!r}: use 'none' or 'sequence'")
         if not 0 <= self.coefficient < float("inf"):
-            raise ValueError(f"balance.coefficient is {self.coefficient}: use a number >= 0")
+            found.append(f"balance.coefficient is {self.coefficient}: use a number >= 0")
+        return found
 
 
 def sequence_balance(routing: Routing, batch: Batch) -> Tensor:

@@ -19,6 +19,8 @@ from itertools import product
 
 from torch import distributed
 
+from pith_engine.violations import raise_violations
+
 AXIS_NAMES = ("pp", "dp", "cp", "ep")
 
 
@@ -35,10 +37,10 @@ class MeshConfig:
     ep: int = 1
     """Ranks that share the experts of a layer and are data-parallel for everything else."""
 
-    def __post_init__(self):
-        wrong = [f"mesh.{n} = {s}" for n, s in zip(AXIS_NAMES, self.sizes, strict=True) if s < 1]
-        if wrong:
-            raise ValueError(f"{', '.join(wrong)}: an axis has at least 1 rank")
+    def violations(self) -> list[str]:
+        """A line for each axis without ranks."""
+        axes = zip(AXIS_NAMES, self.sizes, strict=True)
+        return [f"mesh.{n} = {s}: an axis has at least 1 rank" for n, s in axes if s < 1]
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -123,6 +125,7 @@ class Mesh:
     @classmethod
     def plan(cls, config: MeshConfig, rank: int) -> "Mesh":
         """A mesh without groups, for models on the meta device and for planning."""
+        raise_violations(config.violations(), "mesh")
         if not 0 <= rank < config.world_size:
             raise ValueError(f"rank {rank} of mesh {config.label}: 0 to {config.world_size - 1}")
         return cls(config=config, rank=rank, **_axes(config, rank, {}))
@@ -135,8 +138,9 @@ class Mesh:
         after `timeout`.
 
         Raises:
-            ValueError: the default group has fewer ranks than the mesh.
+            ValueError: an axis has no ranks, or the default group fewer than the mesh.
         """
+        raise_violations(config.violations(), "mesh")
         available = distributed.get_world_size()
         if available < config.world_size:
             raise ValueError(
@@ -194,7 +198,7 @@ def mesh_violations(
     """One line for each thing that keeps this mesh from training this model, with valid values.
 
     `num_experts` (0: dense) are those of a layer, `num_micro_batches` those of a step over all
-    ranks; `world_size` processes run.
+    ranks; `world_size` processes run. All axes have ranks.
     """
     wrong = _model_violations(config, num_experts, num_layers, num_micro_batches)
     if config.world_size == world_size:

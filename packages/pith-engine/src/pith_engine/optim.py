@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from pith_engine.fsdp import ShardedParameter
+from pith_engine.violations import raise_violations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,8 @@ class AdamWConfig:
     weight_decay: float = 0.1
     """Decoupled decay of matrices, multiplied by the learning rate."""
 
-    def __post_init__(self):
+    def violations(self) -> list[str]:
+        """What is out of range, a line each."""
         wrong = []
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             wrong.append(f"optim.betas = {self.betas}: each from 0 to below 1")
@@ -38,15 +40,19 @@ class AdamWConfig:
             wrong.append(f"optim.eps = {self.eps}: above 0 and finite")
         if not 0.0 <= self.weight_decay < inf:
             wrong.append(f"optim.weight_decay = {self.weight_decay}: 0 or more and finite")
-        if wrong:
-            raise ValueError("\n".join(wrong))
+        return wrong
 
 
 class AdamW:
     """The optimizer of one rank; `num_steps` counts updates, set it when resuming."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], config: AdamWConfig):
-        """Allocate both moments of every shard; a ValueError if two parameters have one name."""
+        """Allocate both moments of every shard.
+
+        Raises:
+            ValueError: two parameters have one name, or a constant is out of range.
+        """
+        raise_violations(config.violations(), "AdamW")
         names = [parameter.name for parameter in parameters]
         if len(set(names)) < len(names):
             raise ValueError("optimizer: two parameters have one name")

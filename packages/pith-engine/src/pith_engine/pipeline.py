@@ -39,6 +39,7 @@ from pith_engine.schedule import (
     forward_only,
 )
 from pith_engine.stages import ChunkPass, Streams, run_operations
+from pith_engine.violations import raise_violations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,8 @@ class StepLosses:
 class Pipeline:
     """Runs whole steps of a model over the pp axis, with this rank's two chunks, lower one first.
 
-    `dtype` is that of `hidden`, the compute dtype; `device` is where it lives.
+    `dtype` is that of `hidden`, the compute dtype; `device` is where it lives. A ValueError for
+    another number of chunks, or a `balance` that is out of range.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Pipeline:
     ):
         if len(chunks) != 2:
             raise ValueError(f"a rank holds 2 chunks (V-shaped placement), got {len(chunks)}")
+        raise_violations(balance.violations(), "expert balance")
         self.mesh, self.balance = mesh, balance
         self.chunks = {mesh.pp.rank: chunks[0], 2 * mesh.pp.size - 1 - mesh.pp.rank: chunks[1]}
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device

@@ -20,7 +20,7 @@ When the result may be dropped is part of the list (`Operation.frees`, proved by
 tensor that communication made may be kept past it: `open_metadata` copies.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -92,7 +92,7 @@ class Streams:
     @contextmanager
     def launch(
         self, stream: Stream, waits: list[torch.cuda.Event], done: list[torch.cuda.Event]
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """Run the body on `stream` after the events `waits`; append its event to `done`."""
         if self._device is None:
             yield

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from math import inf
 
 from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, Role, Routing, declare
+from pith_engine.violations import raise_violations, type_violations
 from pith_ops.attention import AttentionBackend, attention
 from pith_ops.cross_entropy import linear_cross_entropy
 from pith_ops.device import accumulation_dtype
@@ -73,36 +74,36 @@ class Qwen3MoeConfig:
     max_position_embeddings: int = 40_960
     """Longest sequence that the model is meant for."""
 
-    def __post_init__(self) -> None:
+    def violations(self) -> list[str]:
+        """What is out of range or does not fit together, a line each."""
         values = asdict(self)
         faults = [
-            f"{field.name} = {values[field.name]}: must be at least 1"
+            f"model.{field.name} = {values[field.name]}: must be at least 1"
             for field in fields(self)
             if field.type is int and values[field.name] < 1
         ]
         if self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads:
             faults.append(
-                f"num_attention_heads = {self.num_attention_heads}: must be a multiple of "
+                f"model.num_attention_heads = {self.num_attention_heads}: must be a multiple of "
                 f"num_key_value_heads = {self.num_key_value_heads}"
             )
         if self.head_dim % 2:
-            faults.append(f"head_dim = {self.head_dim}: must be even for rotary embeddings")
+            faults.append(f"model.head_dim = {self.head_dim}: must be even for rotary embeddings")
         if self.num_experts_per_tok > self.num_experts:
             faults.append(
-                f"num_experts_per_tok = {self.num_experts_per_tok}: must be at most "
+                f"model.num_experts_per_tok = {self.num_experts_per_tok}: must be at most "
                 f"num_experts = {self.num_experts}"
             )
         outside = [i for i in self.mlp_only_layers if not 0 <= i < self.num_hidden_layers]
         if outside:
             faults.append(
-                f"mlp_only_layers = {self.mlp_only_layers}: {outside} are not among layers 0 to "
-                f"{self.num_hidden_layers - 1}"
+                f"model.mlp_only_layers = {self.mlp_only_layers}: {outside} are not among layers "
+                f"0 to {self.num_hidden_layers - 1}"
             )
         for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
             if not 0 < values[name] < inf:
-                faults.append(f"{name} = {values[name]}: must be positive and finite")
-        if faults:
-            raise ValueError("Qwen3MoeConfig: " + "; ".join(faults))
+                faults.append(f"model.{name} = {values[name]}: must be positive and finite")
+        return faults
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer of this global number routes its tokens to experts."""
@@ -112,7 +113,8 @@ class Qwen3MoeConfig:
     def from_hf(hf_fields: dict) -> "Qwen3MoeConfig":
         """Read the fields of a `config.json`, in the spelling of transformers 4 or 5.
 
-        A ValueError names every key that is missing, unknown or of a value not implemented here.
+        A ValueError names every key that is missing or unknown, or whose value has another type, is
+        out of range or not implemented here.
         """
         faults = [
             f"{key} = {hf_fields[key]!r}: only {allowed} is implemented"
@@ -131,18 +133,23 @@ class Qwen3MoeConfig:
         if len(set(experts)) != 1:
             faults.append(f"num_experts, num_local_experts: one value needed, found {experts}")
         theta = _rope_theta(hf_fields, faults)
-        if faults:
-            raise ValueError("config.json of a Qwen3-MoE model: " + "; ".join(faults))
+        raise_violations(faults, "config.json of a Qwen3-MoE model")
         head_dim = hf_fields.get("head_dim")
         if head_dim is None:
-            head_dim = hf_fields["hidden_size"] // hf_fields["num_attention_heads"]
-        return Qwen3MoeConfig(
+            hidden, heads = hf_fields["hidden_size"], hf_fields["num_attention_heads"]
+            # Anything else is named below.
+            head_dim = hidden // heads if type(hidden) is type(heads) is int and heads > 0 else 2
+        dense = hf_fields.get("mlp_only_layers") or ()
+        config = Qwen3MoeConfig(
             **{key: hf_fields[key] for key in _PLAIN_HF_FIELDS},
             num_experts=experts[0],
             head_dim=head_dim,
-            mlp_only_layers=tuple(hf_fields.get("mlp_only_layers") or ()),
-            rope_theta=float(theta),
+            mlp_only_layers=tuple(dense) if isinstance(dense, list) else dense,
+            rope_theta=float(theta) if type(theta) is int else theta,
         )
+        wrong = type_violations(asdict(config), Qwen3MoeConfig, "model") or config.violations()
+        raise_violations(wrong, "config.json of a Qwen3-MoE model")
+        return config
 
     def to_hf(self) -> dict:
         """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""

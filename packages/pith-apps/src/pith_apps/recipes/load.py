@@ -6,13 +6,16 @@ usually starts from a built-in one with `dataclasses.replace`.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from runpy import run_path
 from traceback import extract_tb
 from typing import get_type_hints
+
+from pith_engine.violations import raise_violations, type_violations
 
 from pith_apps.config import RunConfig
 from pith_apps.recipes.demo import demo
@@ -28,7 +31,8 @@ def load_recipe(name: str) -> RunConfig:
         name: one of `BUILT_IN_RECIPES`, or the path of a `.py` file.
 
     Raises:
-        ValueError: no such recipe or file, not exactly one recipe in the file, or it fails.
+        ValueError: no such recipe or file, not exactly one recipe in the file, it fails, or fields
+            hold values of other types than theirs.
     """
     match name:
         case "demo":
@@ -71,11 +75,12 @@ def _recipe_of_file(path: Path) -> RunConfig:
         config = recipes[0]()
     if not isinstance(config, RunConfig):
         raise ValueError(f"recipe {path}: {recipes[0].__name__} returns {config!r}, no RunConfig")
+    raise_violations(type_violations(asdict(config), RunConfig, ""), f"recipe {path}")
     return config
 
 
 @contextmanager
-def _named_faults(path: Path) -> Iterator[None]:
+def _named_faults(path: Path) -> Generator[None]:
     """Turn whatever the file raises into a ValueError that names its line."""
     try:
         yield
