@@ -12,9 +12,10 @@ import os
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pith_engine.mesh import mesh_violations
+from pith_engine.overlap import Recompute
 
 from pith_apps.config import (
     STANDARD_LIBRARY_VOCABULARY,
@@ -69,6 +70,11 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
         chosen_attention(config)
     except ValueError as error:
         found.append(f"train.attention is {config.train.attention!r}: {error}")
+    if config.train.recompute not in get_args(Recompute):
+        found.append(
+            f"train.recompute is {config.train.recompute!r}: allowed are {get_args(Recompute)}; "
+            "set --train.recompute none"
+        )
     return found
 
 

@@ -85,4 +85,4 @@ step: {train.batch} sequences of {train.sequence_length} = {tokens:,} tokens, in
 {config.num_micro_batches // mesh.num_batch_ranks} micro-batches of {train.micro_batch} a rank
 run: {train.steps} steps, {train.steps * tokens:,} tokens, {epochs:.2f} epochs of the corpus
 chosen: device {train.device}, dtype {train.dtype}, attention {chosen_attention(config).value} \
-(asked: {train.attention}), balance {config.balance.method}"""
+(asked: {train.attention}), balance {config.balance.method}, recompute {train.recompute}"""
