@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from pith_apps.checks import check_run, violations
 from pith_apps.config import (
     CheckpointConfig,
@@ -16,11 +17,12 @@ from pith_apps.config import (
     config_record,
 )
 from pith_apps.corpus import tokenize_files, train_tokenizer
-from pith_apps.plan import Machine
+from pith_apps.plan import Machine, describe_run
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
+from pith_apps.trainer import build_trainer
 from pith_engine.balance import BalanceConfig
 from pith_engine.lr import LearningRateConfig
-from pith_engine.mesh import MeshConfig
+from pith_engine.mesh import Mesh, MeshConfig
 from pith_engine.optim import AdamWConfig
 
 
@@ -222,6 +224,17 @@ def test_numbers_out_of_range_are_named(run, path, value):
             bad = replace(run, **{name: value})
     (found,) = violations(bad, machine())
     assert found.startswith(f"{path} is {value}: allowed are")
+
+
+def test_recompute_reaches_the_pipeline_and_the_plan_or_is_refused_by_name(run):
+    asked = replace(run, train=replace(run.train, recompute="attention+experts"))
+    assert violations(asked, machine()) == []
+    trainer = build_trainer(asked, Mesh.single(), torch.device("cpu"))
+    assert trainer.pipeline.recompute == "attention+experts"
+    assert describe_run(asked, machine(), 1000).endswith(", recompute attention+experts")
+    unknown = replace(run, train=replace(run.train, recompute="all"))
+    (found,) = violations(unknown, machine())
+    assert found.startswith("train.recompute is 'all': allowed are ('none', 'experts', 'attention")
 
 
 def test_a_number_out_of_range_hides_nothing_else(run):
