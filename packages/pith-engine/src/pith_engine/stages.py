@@ -164,10 +164,11 @@ class ChunkPass:
             tokens, segment.residual, routing, balances = self._run_segment(index, segment)
         if routing is None:
             return (tokens.detach(),)
-        self._count(routing, balances)
         segment.chosen = routing.chosen
         num_experts = self.layers[index].num_local_experts
         route = segment.route = route_tokens(routing, num_experts, self.mesh.ep)
+        # After the host has waited for the counts, not before.
+        self._count(routing, balances)
         return pack_tokens(tokens, route), pack_metadata(routing, route)
 
     def send_to_experts(
@@ -188,12 +189,11 @@ class ChunkPass:
         arrival = None if route is None else open_metadata(received[1], route)
         with self._graph(kept=self.recompute == "none"):
             call = self._run_experts(index, received[0], arrival)
-        if self.loss_scale is None:
-            pass
-        elif self.recompute == "none":
-            self.expert_calls[index] = call
-        else:
-            self.kept_rows[index] = received[0], arrival
+        if self.loss_scale is not None:
+            if self.recompute == "none":
+                self.expert_calls[index] = call
+            else:
+                self.kept_rows[index] = received[0], arrival
         if arrival is None:
             return (call.root.detach(),)
         return (weighted_partial_sums(call.root.detach(), arrival.weights, arrival.plan),)
