@@ -34,7 +34,7 @@ class ToyLayer(nn.Module):
         else:
             self.dense = declare((HIDDEN, HIDDEN), Role.MATRIX, std=0.3)
 
-    def attention(self, hidden, batch):
+    def attention(self, hidden, batch, chosen=None):
         sequences = hidden.view(batch.num_sequences, batch.sequence_length, -1)
         steps = torch.arange(1, batch.sequence_length + 1, device=hidden.device)[:, None]
         mean = (sequences.cumsum(1) / steps).to(hidden.dtype).view_as(hidden)
@@ -43,8 +43,8 @@ class ToyLayer(nn.Module):
         if not self.num_local_experts:
             return tokens, residual, None
         scores = (tokens.to(self.router.dtype) @ self.router.t()).softmax(-1)
-        weights, ids = scores[:, : self.only_experts].topk(TOP_K)
-        ids = ids.int()
+        ids = scores[:, : self.only_experts].topk(TOP_K).indices if chosen is None else chosen
+        weights, ids = scores.gather(1, ids.long()), ids.int()
         return tokens, residual, Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids)
 
     def experts(self, tokens, groups, weight_grads):

@@ -1,11 +1,12 @@
 """Refusals: every reason at once, with the value and a way out, before anything is touched."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from pith_apps.checks import check_run, violations
 from pith_apps.config import (
     CheckpointConfig,
@@ -18,10 +19,12 @@ from pith_apps.config import (
 from pith_apps.corpus import tokenize_files, train_tokenizer
 from pith_apps.plan import Machine, describe_run
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
+from pith_apps.trainer import build_trainer
 from pith_engine.balance import BalanceConfig
 from pith_engine.lr import LearningRateConfig
-from pith_engine.mesh import MeshConfig
+from pith_engine.mesh import Mesh, MeshConfig
 from pith_engine.optim import AdamWConfig
+from pith_engine.violations import type_violations
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +225,17 @@ def test_numbers_out_of_range_are_named(run, path, value):
             bad = replace(run, **{name: value})
     (found,) = violations(bad, machine())
     assert found.startswith(f"{path} is {value}: allowed are")
+
+
+def test_recompute_reaches_the_pipeline_and_the_plan_or_is_refused(run):
+    asked = replace(run, train=replace(run.train, recompute="attention+experts"))
+    assert violations(asked, machine()) == []
+    trainer = build_trainer(asked, Mesh.single(), torch.device("cpu"))
+    assert trainer.pipeline.recompute == "attention+experts"
+    assert describe_run(asked, machine(), 1000).endswith(", recompute attention+experts")
+    unknown = asdict(replace(run, train=replace(run.train, recompute="all")))
+    (found,) = type_violations(unknown, RunConfig, "")
+    assert found.startswith("train.recompute is 'all', of type str: allowed is typing.Literal")
 
 
 def test_a_number_out_of_range_hides_nothing_else(run):

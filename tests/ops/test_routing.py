@@ -94,6 +94,23 @@ def test_no_tokens():
     assert (ids.shape, weights.shape, scores.shape) == ((0, 2), (0, 2), (0, 4))
 
 
+@pytest.mark.parametrize("normalise", [False, True])
+def test_chosen_ids_are_taken_as_they_are_and_weighted_as_before(normalise):
+    torch.manual_seed(5)
+    logits = torch.randint(0, 3, (64, 8)).float()
+    first = softmax_topk(logits, 3, normalise)
+    again = softmax_topk(logits, 3, normalise, first[0])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    others = torch.stack([torch.randperm(8)[:3] for _ in range(64)]).int()
+    ids, weights, scores = softmax_topk(logits, 3, normalise, others)
+    assert torch.equal(ids, others)
+    picked = torch.stack([row[i] for row, i in zip(scores, others.long(), strict=True)])
+    expected = picked / picked.sum(1, keepdim=True) if normalise else picked
+    assert torch.equal(weights, expected)
+    with pytest.raises(ValueError, match=r"chosen: \[64, 3\] is not \[64, 2\]"):
+        softmax_topk(logits, 2, normalise, others)
+
+
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_an_impossible_top_k_is_refused(top_k):
     with pytest.raises(ValueError, match=f"top_k: {top_k} is not between 1 and the 4 experts"):

@@ -25,6 +25,7 @@ from pith_engine.balance import BalanceConfig
 from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import MeshConfig
 from pith_engine.optim import AdamWConfig
+from pith_engine.overlap import Recompute
 from pith_models.build import ModelConfig
 
 STANDARD_LIBRARY_VOCABULARY = 4096
@@ -66,6 +67,9 @@ class TrainConfig:
     """Where the ranks compute: `cpu` (gloo) or `cuda` (NCCL, one GPU a rank)."""
     attention: Literal["auto", "reference", "flash", "cudnn"] = "auto"
     """Attention backend; `auto` is the fastest for this device and dtype, and is printed."""
+    recompute: Recompute = "none"
+    """Stages that keep only their inputs and run again before their backward: less memory for more
+    computing. Gradients are the same, and no expert all-to-all is repeated."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; `inf` never scales."""
 

@@ -89,4 +89,4 @@ step: {train.batch} sequences of {train.sequence_length} = {tokens:,} tokens, in
 run: {train.steps} steps, {train.steps * tokens:,} tokens, {epochs:.2f} epochs of the corpus
 learning rate: {rates.schedule}, warmup of {rates.warmup_steps} steps to {rates.peak:g}{unreached}
 chosen: device {train.device}, dtype {train.dtype}, attention {chosen_attention(config).value} \
-(asked: {train.attention}), balance {config.balance.method}"""
+(asked: {train.attention}), balance {config.balance.method}, recompute {train.recompute}"""

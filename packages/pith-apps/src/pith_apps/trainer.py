@@ -106,6 +106,7 @@ def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Traine
         dtype=dtype,
         device=device,
         balance=config.balance,
+        recompute=config.train.recompute,
     )
     return Trainer(mesh=mesh, device=device, units=units, parameters=parameters, pipeline=pipeline)
 

@@ -4,7 +4,7 @@ A model is cut into chunks. A `ModelChunk` is an `nn.Module` with `layers`, an `
 by the global layer number; the first chunk also embeds, the last one also computes the loss. A
 decoder layer offers three methods, all that is particular to a model family:
 
-    attention(hidden, batch)               -> (tokens, residual, routing or None)
+    attention(hidden, batch, chosen)       -> (tokens, residual, routing or None)
     experts(tokens, groups, weight_grads)  -> outputs, one row per row of `tokens`
     aggregate(combined, residual)          -> hidden
 
@@ -130,8 +130,14 @@ class DecoderLayer(Protocol):
     num_local_experts: int
     """Experts held on this rank; 0 for a dense layer."""
 
-    def attention(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Routing | None]:
-        """`[T, H]` -> tokens for the experts `[T, H]`, residual `[T, H]`, routing."""
+    def attention(
+        self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Routing | None]:
+        """`[T, H]` -> tokens for the experts `[T, H]`, residual `[T, H]`, routing.
+
+        `chosen`, the `Routing.chosen` of the first run, is given when the stage is recomputed: the
+        router takes it instead of choosing. A dense layer has no use for it.
+        """
         ...
 
     def experts(

@@ -26,7 +26,7 @@ from torch import Tensor
 from pith_engine.balance import BalanceConfig, max_load
 from pith_engine.contract import Batch, ModelChunk
 from pith_engine.mesh import Mesh
-from pith_engine.overlap import interleave
+from pith_engine.overlap import Recompute, interleave
 from pith_engine.runtime import Exchange, all_reduce, exchange
 from pith_engine.schedule import (
     Action,
@@ -59,8 +59,9 @@ class StepLosses:
 class Pipeline:
     """Runs whole steps of a model over the pp axis, with this rank's two chunks, lower one first.
 
-    `dtype` is that of `hidden`, the compute dtype; `device` is where it lives. A ValueError for
-    another number of chunks, or a `balance` that is out of range.
+    `dtype` is that of `hidden`, the compute dtype; `device` is where it lives; stages that
+    `recompute` names keep their inputs only. A ValueError for another number of chunks, or a
+    `balance` that is out of range.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
         balance: BalanceConfig,
+        recompute: Recompute = "none",
     ):
         if len(chunks) != 2:
             raise ValueError(f"a rank holds 2 chunks (V-shaped placement), got {len(chunks)}")
         raise_violations(balance.violations(), "expert balance")
         self.mesh, self.balance = mesh, balance
+        self.recompute: Recompute = recompute
         self.chunks = {mesh.pp.rank: chunks[0], 2 * mesh.pp.size - 1 - mesh.pp.rank: chunks[1]}
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self.streams = Streams(device)
@@ -193,6 +196,7 @@ class _Step:
             hidden=self.parcels.pop((TransferKind.HIDDEN, *place)) if chunk > 0 else None,
             balance=self.pipeline.balance,
             loss_scale=self.loss_scale,
+            recompute=self.pipeline.recompute,
         )
         if self.loss_scale is not None:
             self.passes[place] = opened
@@ -207,6 +211,7 @@ class _Step:
             None if forward is None else len(forward.layers),
             None if backward is None else len(backward.layers),
             defer_weights=defer_weights,
+            recompute=self.pipeline.recompute,
         )
         run_operations(operations, forward, backward, self.pipeline.streams)
         if forward is not None:

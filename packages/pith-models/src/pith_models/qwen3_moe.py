@@ -223,14 +223,16 @@ class Qwen3MoeSparseLayer(nn.Module):
         self.experts_gate_up = declare((E, 2 * I, H), Role.EXPERT_MATRIX, std=std, parts=parts)
         self.experts_down_proj = declare((E, H, I), Role.EXPERT_MATRIX, std=std)
 
-    def attention(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Routing]:
-        """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, routing."""
+    def attention(
+        self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Routing]:
+        """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, routing to `chosen` if given."""
         residual = self.self_attention(hidden, batch)
         tokens = rms_norm(residual, self.mlp_norm, self.config.rms_norm_eps)
         logits = router_logits(tokens, self.router)
         config = self.config
         ids, weights, scores = softmax_topk(
-            logits, config.num_experts_per_tok, config.norm_topk_prob
+            logits, config.num_experts_per_tok, config.norm_topk_prob, chosen
         )
         routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids)
         return tokens, residual, routing
@@ -263,7 +265,9 @@ class Qwen3MoeDenseLayer(nn.Module):
         self.mlp_gate_up = declare((2 * I, H), Role.MATRIX, std=std, parts=parts)
         self.mlp_down_proj = declare((H, I), Role.MATRIX, std=std)
 
-    def attention(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, None]:
+    def attention(
+        self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, None]:
         """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, no routing."""
         residual = self.self_attention(hidden, batch)
         return rms_norm(residual, self.mlp_norm, self.config.rms_norm_eps), residual, None
