@@ -126,6 +126,27 @@ def test_chunks_hold_every_tensor_once_with_its_shape(mesh_config: MeshConfig):
     assert sum(prod(t.shape) for t in canonical_tensors(TINY)) == parameter_counts(TINY).total
 
 
+@pytest.mark.parametrize("layers", [(3, 3), (1, 2, 2, 1), (1,) * 6])
+def test_a_tied_model_has_one_tensor_for_both_ends(layers: tuple[int, ...]):
+    """On rank 0 the last chunk's head is the first one's embedding; it is counted once."""
+    tied = replace(TINY, tie_word_embeddings=True)
+    pp = len(layers) // 2
+    for rank in range(pp):
+        first, last = build_chunks(
+            tied,
+            Mesh.plan(MeshConfig(pp=pp), rank),
+            layers,
+            attention_backend=AttentionBackend.REFERENCE,
+        )
+        assert (first.is_first, last.is_last) == (rank == 0, rank == 0)
+        if rank == 0:
+            assert last.get_parameter("head") is first.get_parameter("embedding")
+    names = [tensor.name for tensor in canonical_tensors(tied)]
+    assert names == [t.name for t in canonical_tensors(TINY) if t.name != "head"]
+    assert parameter_counts(TINY).total - parameter_counts(tied).total == 97 * 64
+    assert forward_flops(tied, 64) == forward_flops(TINY, 64)
+
+
 def test_key_map_is_a_bijection():
     keys = [key for tensor in canonical_tensors(TINY) for key in tensor.keys]
     assert len(set(keys)) == len(keys)
@@ -189,11 +210,19 @@ def test_both_spellings_read_alike():
     assert model_config_from_hf(fields) == model_config_from_hf(QWEN3_30B_A3B)
 
 
-@pytest.mark.parametrize("config", [TINY, replace(TINY, decoder_sparse_step=2, rope_theta=5e5)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY,
+        replace(TINY, decoder_sparse_step=2, rope_theta=5e5),
+        replace(TINY, tie_word_embeddings=True),
+    ],
+)
 def test_exported_config_reads_back(config: Qwen3MoeConfig):
     assert model_config_from_hf(config.to_hf()) == config
     theirs = TheirConfig(**config.to_hf())
     assert theirs.rope_parameters["rope_theta"] == config.rope_theta
+    assert theirs.tie_word_embeddings == config.tie_word_embeddings
     assert model_config_from_hf(theirs.to_diff_dict()) == config
 
 
@@ -207,7 +236,7 @@ def test_exported_config_reads_back(config: Qwen3MoeConfig):
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling: ['factor'] have no meaning"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "one value needed, found [10000.0, 1000000.0]"),
         ({"num_local_experts": 64}, "num_experts, num_local_experts: one value needed"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings = True: only False"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': true or false is needed"),
         ({"attention_bias": True}, "attention_bias = True: only False"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': only silu"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window = True"),

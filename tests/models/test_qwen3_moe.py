@@ -45,6 +45,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "not-normalised": {"norm_topk_prob": False, "num_experts_per_tok": 3},
     "head-dim": {"head_dim": 32, "num_key_value_heads": 1},
     "mlp-only": {"mlp_only_layers": [1]},
+    "tied": {"tie_word_embeddings": True},
     "sparse-step": {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
 }
 SEQUENCES, LENGTH = 2, 64

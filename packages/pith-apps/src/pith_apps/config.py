@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 from pith_engine.balance import BalanceConfig
+from pith_engine.fsdp import ShardingConfig
 from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import MeshConfig
 from pith_engine.optim import AdamWConfig
@@ -119,6 +120,8 @@ class RunConfig:
     """The architecture, with the field names of its Hugging Face configuration."""
     mesh: MeshConfig
     """How ranks are arranged."""
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    """What is replicated over mesh.dp (HSDP)."""
     layers_per_chunk: tuple[int, ...] | None = None
     """Layers of each of the 2 * pp chunks, in layer order (default: balanced by cost)."""
     data: DataConfig = DataConfig()

@@ -8,7 +8,8 @@ It shares nothing of dispatch, schedule, transfers or sharding.
     difference of two numbers   |a - b| / |b|
     difference of a gradient    max |a - b| / max |b|,  b the reference tensor
     a mesh agrees when          its initial weights are bit-equal, every element of every gradient
-                                is held by exactly one rank, and no difference exceeds
+                                is held by exactly one rank of each replica, all with the same bits,
+                                and no difference exceeds
                                     fp64   1e-10
                                     fp32   1e-5, gradients 1e-4
 
@@ -20,6 +21,7 @@ tie that rounding breaks differently shows as a large difference.
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
@@ -73,7 +75,7 @@ class ParityResult:
     weights_equal: bool
     """Whether the initial weights are the reference's, bit for bit."""
     covered: bool
-    """Whether every element of every gradient is held by exactly one rank of the mesh."""
+    """Whether each gradient element is on exactly one rank of each replica, all bit-equal."""
     loss: float
     """Relative difference of the loss."""
     balance: float
@@ -208,12 +210,9 @@ def compute_reference(
     for unit in trainer.units:
         unit.reduce()
     weights, gradients = _canonical(trainer)
-    digest = sha256()
-    for block in weights:
-        digest.update(block.tensor.cpu().numpy().tobytes())
     return ParityReference(
         weights={block.name: block.tensor for block in weights},
-        weights_sha256=digest.hexdigest(),
+        weights_sha256=_sha256(block.tensor for block in weights),
         gradients={block.name: block.tensor for block in gradients},
         loss=loss.item() / num_targets,
         balance=balance.item() / (num_targets * max(1, len(balances))),
@@ -231,7 +230,7 @@ def compare_mesh(
 ) -> ParityResult:
     """Run the step on `mesh`, which is that of `config` and all of whose ranks call this."""
     trainer = build_trainer(config, mesh, device)
-    weights, gradients = _canonical(trainer)
+    weights, _ = _canonical(trainer)
     weights_equal = all(torch.equal(b.tensor, _block_of(reference.weights, b)) for b in weights)
     per_rank = len(sequences) // mesh.num_batch_ranks
     batches = sequences[mesh.batch_rank * per_rank : (mesh.batch_rank + 1) * per_rank]
@@ -240,14 +239,21 @@ def compare_mesh(
     norm_value = norm.item()
     seconds = time.perf_counter() - start
 
-    mine = {b.name: _compare_block(b, reference) for b in gradients if b.tensor.numel()}
+    mine = {
+        (b.name, b.offsets): (*_compare_block(b, reference), p.replicas.size, _sha256([b.tensor]))
+        for p in trainer.parameters
+        for b in canonical_blocks(p, p.grad)
+        if b.tensor.numel()
+    }
     facts = gather_objects((weights_equal, reference.weights_sha256, mine), mesh.world)
     sizes = dict.fromkeys(reference.gradients, 0)
     differences = dict.fromkeys(reference.gradients, 0.0)
-    for _, _, compared in facts:
-        for name, (difference, size) in compared.items():
+    for name, offsets in {place for _, _, compared in facts for place in compared}:
+        held = [found[name, offsets] for _, _, found in facts if (name, offsets) in found]
+        differences[name] = max(differences[name], *(difference for difference, *_ in held))
+        _, size, num_replicas, _ = held[0]
+        if len(held) == num_replicas and len({digest for *_, digest in held}) == 1:
             sizes[name] += size
-            differences[name] = max(differences[name], difference)
     worst = max(differences, key=lambda name: differences[name])
     return ParityResult(
         mesh=mesh.config.label,
@@ -272,6 +278,13 @@ def _canonical(trainer: Trainer) -> tuple[list[CanonicalBlock], list[CanonicalBl
     parameters = trainer.parameters
     weights = [block for p in parameters for block in canonical_blocks(p, p.shard)]
     return weights, [block for p in parameters for block in canonical_blocks(p, p.grad)]
+
+
+def _sha256(tensors: Iterable[Tensor]) -> str:
+    digest = sha256()
+    for tensor in tensors:
+        digest.update(tensor.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _block_of(tensors: dict[str, Tensor], block: CanonicalBlock) -> Tensor:
@@ -308,5 +321,5 @@ def _row(result: ParityResult, dtype: Literal["fp64", "fp32"]) -> str:
     return (
         f"{result.mesh:<10} {weights:<9} {' '.join(f'{n:8.1e}' for n in numbers)}  "
         f"{result.seconds:7.2f}  {'agrees ' if result.agrees(dtype) else 'DIFFERS'}  {result.worst}"
-        + ("" if result.covered else "; some elements on no rank or on several")
+        + ("" if result.covered else "; some elements on no rank or too many, or replicas differ")
     )

@@ -96,7 +96,7 @@ def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Traine
         attention_backend=chosen_attention(config),
     )
     dtype = compute_dtype(config)
-    units = shard_chunks(chunks, mesh, compute_dtype=dtype, device=device)
+    units = shard_chunks(chunks, mesh, sharding=config.sharding, compute_dtype=dtype, device=device)
     parameters = sharded_parameters(units)
     initialise(parameters, config.train.seed)
     pipeline = Pipeline(

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step-00000100` in PyTorch's DCP format. Its tensors carry canonical names
 (`model.layers.3.q_proj`, `optimizer.exp_avg.layers.3.q_proj`) and global shapes; each rank writes
-the blocks it holds with their true offsets, so any mesh reads what any other wrote. To save:
+the blocks it holds (of replicas the first) with their true offsets, so any mesh reads what any
+other wrote. To save:
 
     1. rank 0 deletes what killed saves left and makes an empty `step-00000100.tmp`
     2. every rank writes its blocks (DCP; rank 0 also writes `.metadata`) and hashes its files
@@ -120,7 +121,8 @@ def save_checkpoint(
         CheckpointException: a rank could not write its blocks; raised on every rank.
         OSError: on rank 0 alone, when it could not make the folder or the manifest.
     """
-    return _commit(folder, step, _blocks(parameters, optimizer), run, mesh, has_optimizer=True)
+    written = [p for p in parameters if p.replicas.rank == 0]  # replicas hold the same bits
+    return _commit(folder, step, _blocks(written, optimizer), run, mesh, has_optimizer=True)
 
 
 def write_checkpoint(folder: Path, step: int, blocks: Sequence[StoredBlock], run: dict) -> Path:

@@ -114,6 +114,8 @@ class Mesh:
     """dp x cp x ep: shards of dense parameters, counts of tokens."""
     expert_data: Axis
     """dp x cp: shards of experts, which ep has split already."""
+    dense_shards: Axis
+    """cp x ep: shards of dense parameters that are replicated over dp."""
     world: Axis
     """All ranks of the mesh."""
 
@@ -262,12 +264,13 @@ def _model_violations(
 
 _MEMBERS: dict[str, tuple[tuple[str, ...], str]] = {
     "pp": (("pp",), "hidden states and their gradients between chunks"),
-    "dp": (("dp",), "replicas of the data"),
-    "cp": (("cp",), "keys and values of a shared sequence"),
+    "dp": (("dp",), "gradients of replicated parameters, once a step"),
+    "cp": (("cp",), "keys and values of a shared sequence; shards of replicated experts"),
     "ep": (("ep",), "tokens to their experts and back"),
     "ep_backward": (("ep",), "gradients of the same"),
-    "data": (("dp", "cp", "ep"), "dense parameters and gradients, once a step"),
-    "expert_data": (("dp", "cp"), "expert parameters and gradients, once a step"),
+    "data": (("dp", "cp", "ep"), "counts; dense parameters and gradients unless replicated"),
+    "expert_data": (("dp", "cp"), "expert parameters and gradients unless replicated"),
+    "dense_shards": (("cp", "ep"), "replicated dense parameters and gradients, once a step"),
     "world": (("pp", "dp", "cp", "ep"), "norms, counts, messages"),
 }
 

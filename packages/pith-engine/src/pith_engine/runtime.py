@@ -131,7 +131,8 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
     both ask for it. Inside a step that deadlocks: one rank waits on the host to connect what the
     other will send only after it has received something else.
     """
-    for axis in (mesh.pp, mesh.ep, mesh.ep_backward, mesh.data, mesh.expert_data, mesh.world):
+    sharding = (mesh.dp, mesh.cp, mesh.data, mesh.expert_data, mesh.dense_shards)
+    for axis in (mesh.pp, mesh.ep, mesh.ep_backward, *sharding, mesh.world):
         all_reduce(torch.ones(1, device=device), axis)
     for axis in (mesh.ep, mesh.ep_backward):
         ones = torch.ones(axis.size, device=device)

@@ -78,6 +78,8 @@ def build_chunks(
         layers = range(start, start + layers_per_chunk[chunk])
         match config:
             case Qwen3MoeConfig():
+                # Rank 0 holds the first chunk and the last: one tensor serves both.
+                tied = config.tie_word_embeddings and chunk == num_chunks - 1
                 chunks.append(
                     Qwen3MoeChunk(
                         config,
@@ -86,6 +88,7 @@ def build_chunks(
                         attention_backend=attention_backend,
                         is_first=chunk == 0,
                         is_last=chunk == num_chunks - 1,
+                        tied_embedding=chunks[0].get_parameter("embedding") if tied else None,
                     )
                 )
     return chunks

@@ -52,6 +52,8 @@ class CanonicalTensor:
     """Hugging Face keys: one, or one per expert for a stack."""
     is_expert_stack: bool = False
     """Whether the keys hold the slices along dim 0, one each, instead of the whole tensor."""
+    copies: tuple[str, ...] = ()
+    """Keys of the same whole tensor that a folder may hold beside `keys`; never written."""
 
     @property
     def key_shape(self) -> tuple[int, ...]:
@@ -92,6 +94,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         self._dtype = dtype
         self._files, shapes, dtypes = _read_headers(folder)
         _check_keys(folder, layout, shapes)
+        self._check_copies(folder, layout)
         new = str(dtype).removeprefix("torch.")
         changes = Counter(old for old in dtypes.values() if old != new)
         self.account = KeyAccount(
@@ -110,6 +113,17 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
                 for key, view in entries:
                     view.copy_(file.get_tensor(key))
         return out
+
+    def _check_copies(self, folder: Path, layout: Sequence[CanonicalTensor]) -> None:
+        pairs = [(tensor, key) for tensor in layout for key in tensor.copies if key in self._files]
+        for tensor, key in pairs:
+            with safe_open(self._files[key], framework="pt") as file:
+                copy = file.get_tensor(key).to(self._dtype)
+            if not torch.equal(copy, self[tensor.name]):
+                raise ValueError(
+                    f"{folder}: {key} differs from {tensor.keys[0]}, to which config.json ties it: "
+                    "set tie_word_embeddings to false there or remove the key"
+                )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layout)
@@ -211,7 +225,8 @@ def _read_headers(
 def _check_keys(
     folder: Path, layout: Sequence[CanonicalTensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    wanted = {key: tensor.key_shape for tensor in layout for key in tensor.keys}
+    needed = {key for tensor in layout for key in tensor.keys}
+    wanted = {k: tensor.key_shape for tensor in layout for k in (*tensor.keys, *tensor.copies)}
     wrong_shapes = [
         f"{key} {list(shapes[key])}, expected {list(wanted[key])}"
         for key in sorted(wanted.keys() & shapes.keys())
@@ -220,7 +235,7 @@ def _check_keys(
     faults = [
         f"{label} ({len(keys)}): {_first(keys)}"
         for label, keys in (
-            ("missing keys", sorted(wanted.keys() - shapes.keys())),
+            ("missing keys", sorted(needed - shapes.keys())),
             ("unexpected keys", sorted(shapes.keys() - wanted.keys())),
             ("wrong shapes", wrong_shapes),
         )

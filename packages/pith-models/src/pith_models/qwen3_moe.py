@@ -73,6 +73,8 @@ class Qwen3MoeConfig:
     """Standard deviation of every initial matrix."""
     max_position_embeddings: int = 40_960
     """Longest sequence that the model is meant for."""
+    tie_word_embeddings: bool = False
+    """Whether the head is the embedding: one parameter, whose gradient sums both uses."""
 
     def violations(self) -> list[str]:
         """What is out of range or does not fit together, a line each."""
@@ -146,6 +148,7 @@ class Qwen3MoeConfig:
             head_dim=head_dim,
             mlp_only_layers=tuple(dense) if isinstance(dense, list) else dense,
             rope_theta=float(theta) if type(theta) is int else theta,
+            tie_word_embeddings=hf_fields.get("tie_word_embeddings", False),
         )
         wrong = type_violations(asdict(config), Qwen3MoeConfig, "model") or config.violations()
         raise_violations(wrong, "config.json of a Qwen3-MoE model")
@@ -158,6 +161,7 @@ class Qwen3MoeConfig:
             "architectures": ["Qwen3MoeForCausalLM"],
             **_FIXED_HF_FIELDS,
             **{key: values[key] for key in _PLAIN_HF_FIELDS},
+            "tie_word_embeddings": self.tie_word_embeddings,
             "num_experts": self.num_experts,
             "head_dim": self.head_dim,
             "mlp_only_layers": list(self.mlp_only_layers),
@@ -285,7 +289,10 @@ class Qwen3MoeDenseLayer(nn.Module):
 
 
 class Qwen3MoeChunk(ModelChunk):
-    """Layers `layers` of the model, with the embedding if first and norm and head if last."""
+    """Layers `layers` of the model, with the embedding if first and norm and head if last.
+
+    The last chunk of a tied model is given the first one's `embedding`, which is on the same rank.
+    """
 
     def __init__(
         self,
@@ -296,6 +303,7 @@ class Qwen3MoeChunk(ModelChunk):
         attention_backend: AttentionBackend,
         is_first: bool,
         is_last: bool,
+        tied_embedding: Tensor | None,
     ):
         super().__init__(is_first=is_first, is_last=is_last)
         self.config = config
@@ -310,7 +318,8 @@ class Qwen3MoeChunk(ModelChunk):
             )
         if is_last:
             self.final_norm = declare((H,), Role.NORM)
-            self.head = declare((V, H), Role.HEAD, std=std)
+            untied = tied_embedding is None
+            self.head = declare((V, H), Role.HEAD, std=std) if untied else tied_embedding
 
     def embed(self, batch: Batch) -> Tensor:
         """Token ids `[T]` -> hidden `[T, H]`."""
@@ -331,7 +340,9 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
     V, H, D = config.vocab_size, config.hidden_size, config.head_dim
     q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
     E, I = config.num_experts, config.moe_intermediate_size
-    tensors = [CanonicalTensor("embedding", (V, H), ("model.embed_tokens.weight",))]
+    tied, head = config.tie_word_embeddings, "lm_head.weight"
+    embedding_keys, copies = ("model.embed_tokens.weight",), (head,) if tied else ()
+    tensors = [CanonicalTensor("embedding", (V, H), embedding_keys, copies=copies)]
     for layer in range(config.num_hidden_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         plain: list[tuple[str, tuple[int, ...], str]] = [
@@ -367,7 +378,8 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
                 for name, shape in shapes.items()
             ]
     tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
-    tensors.append(CanonicalTensor("head", (V, H), ("lm_head.weight",)))
+    if not tied:
+        tensors.append(CanonicalTensor("head", (V, H), (head,)))
     return tuple(tensors)
 
 
@@ -410,6 +422,7 @@ _RESPELLED_HF_FIELDS = (
     "rope_theta",
     "rope_parameters",
     "rope_scaling",
+    "tie_word_embeddings",
 )
 _PLAIN_HF_FIELDS = tuple(
     field.name for field in fields(Qwen3MoeConfig) if field.name not in _RESPELLED_HF_FIELDS
@@ -420,7 +433,6 @@ _FIXED_HF_FIELDS = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "use_sliding_window": False,
-    "tie_word_embeddings": False,
 }
 # Without effect on the forward pass; `sliding_window` and `max_window_layers` only act together
 # with `use_sliding_window`, which must be false. `output_router_logits` and its coefficient say
