@@ -21,7 +21,7 @@ from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
 from pith_engine.balance import BalanceConfig
 from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import MeshConfig
-from pith_engine.optim import AdamWConfig
+from pith_engine.optim import OptimizerConfig
 
 
 @pytest.fixture(scope="module")
@@ -230,9 +230,13 @@ def test_a_number_out_of_range_hides_nothing_else(run):
         mesh=MeshConfig(ep=3),
         data=DataConfig(),
         train=replace(run.train, steps=0, micro_batch=2, batch=7, attention="cudnn"),
+        optim=OptimizerConfig(eps=-1.0, momentum=0.9),
     )
     found = "\n".join(violations(bad, machine()))
-    for part in ("train.steps is 0", "mesh.ep = 3", "--train.batch 8", "data.training", "cudnn"):
+    for part in (
+        *("train.steps is 0", "mesh.ep = 3", "--train.batch 8", "data.training", "cudnn"),
+        *("optim.eps = -1.0", "optim.momentum = 0.9"),
+    ):
         assert part in found
     for name in ("micro_batch", "batch", "sequence_length"):
         worse = replace(bad, train=replace(bad.train, **{name: -2}), data=run.data)
@@ -264,7 +268,6 @@ def test_bf16_on_a_gpu_needs_rows_of_16_bytes(run):
     ("config", "bad"),
     [
         (MeshConfig, {"ep": 0}),
-        (AdamWConfig, {"eps": -1.0}),
         (BalanceConfig, {"coefficient": -1.0}),
         (LearningRateConfig, {"peak": -1.0}),
     ],

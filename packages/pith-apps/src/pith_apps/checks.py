@@ -30,6 +30,7 @@ FIXED_FIELDS = (
     "train.seed:",
     "train.batch:",
     "train.sequence_length:",
+    "optim.method:",
 )
 """Beginnings of the changes that a resumed run refuses."""
 
@@ -75,8 +76,9 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
 def check_resume(config: RunConfig) -> None:
     """Refuse to resume a run whose checkpoint was made with another model or other data.
 
-    What decides the numbers must be the same: the model, the seed, and which tokens a step reads.
-    Everything else (mesh, steps, learning rate, intervals) may change between starts.
+    What decides the numbers must be the same: the model, the seed, which tokens a step reads, and
+    the optimizer, whose moments the checkpoint holds. Everything else (mesh, steps, learning rate,
+    intervals) may change between starts.
 
     Raises:
         ValueError: names every field that differs.
@@ -194,7 +196,7 @@ def _range_violations(config: RunConfig) -> list[str]:
             f"train.max_grad_norm is {config.train.max_grad_norm}: allowed are numbers above 0; "
             "set --train.max-grad-norm 1"
         )
-    return found
+    return found + config.optim.violations()
 
 
 def _place_violations(config: RunConfig) -> list[str]:

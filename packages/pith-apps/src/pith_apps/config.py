@@ -23,7 +23,7 @@ import torch
 from pith_engine.balance import BalanceConfig
 from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import MeshConfig
-from pith_engine.optim import AdamWConfig
+from pith_engine.optim import OptimizerConfig
 from pith_models.build import ModelConfig
 
 STANDARD_LIBRARY_VOCABULARY = 4096
@@ -120,8 +120,8 @@ class RunConfig:
     """The corpus."""
     train: TrainConfig
     """Steps and batches."""
-    optim: AdamWConfig = field(default_factory=AdamWConfig)
-    """AdamW."""
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer."""
     lr: LearningRateConfig
     """The learning rate over the steps."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)

@@ -23,7 +23,7 @@ stay the view it is (no `zero_grad`); `reduce` checks.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
 
@@ -54,6 +54,10 @@ class ShardedParameter:
     """Shape over the whole mesh: for experts dim 0 counts those of all ep ranks."""
     offsets: tuple[int, ...]
     """Where this rank's block starts in `global_shape`."""
+    axis: Axis
+    """The ranks that hold the blocks of `full`."""
+    dim: int
+    """The dim along which `full` is cut into them."""
     full: nn.Parameter = field(repr=False)
     """The gathered parameter; `full.grad` is a view of the unit's gradient buffer."""
     shard: Tensor = field(repr=False)
@@ -134,6 +138,8 @@ class Unit:
                     parts=declaration.parts,
                     global_shape=tuple(global_shape),
                     offsets=tuple(offsets),
+                    axis=self._axis,
+                    dim=slot.dim,
                     full=full,
                     shard=slot.block(self._shards[slot.column :]),
                     grad=slot.block(self._grads[grad_column:]),
@@ -242,6 +248,18 @@ def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[Ca
             global_shape=tuple(global_shape),
             offsets=tuple(offsets),
         )
+
+
+def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[CanonicalBlock]:
+    """The canonical blocks that a rank of the parameter's axis holds, on the meta device."""
+    axis, dim, shape = parameter.axis, parameter.dim, list(parameter.full.shape)
+    own_start, _ = chunk_bounds(shape[dim], axis.size, axis.rank)
+    start, stop = chunk_bounds(shape[dim], axis.size, rank)
+    offsets = list(parameter.offsets)
+    offsets[dim] += start - own_start
+    shape[dim] = stop - start
+    there = replace(parameter, offsets=tuple(offsets))
+    return canonical_blocks(there, torch.empty(shape, device="meta"))
 
 
 def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
