@@ -58,6 +58,7 @@ class _Part:
     grad: Tensor
     momentum: Tensor
     scale: float
+    """0.2 * sqrt(max(R, C)) of the whole matrix."""
 
     def direction(self, mu: float) -> Tensor:
         """u, in the master dtype; once a step, because it updates the momentum."""
@@ -153,9 +154,9 @@ class Muon:
         # 1. u of the pieces, sorted by owner; it arrives sorted by holder.
         sent = torch.empty(sum(sent_sizes), dtype=self._dtype, device=parts[0].shard.device)
         received = sent.new_empty(sum(received_sizes))
-        outgoing = sent.split([part.shard.numel() for part in parts])
+        outgoing = _views(sent, [part.shard for part in parts])
         for part, view in zip(parts, outgoing, strict=True):
-            view.view(part.shard.shape).copy_(part.direction(self._momentum))
+            view.copy_(part.direction(self._momentum))
         all_to_all(received, sent, received_sizes, sent_sizes, axis)
         # 2. x of whole matrices; pieces are views of them, in the order of arrival.
         shapes = [(shape, len(list(group))) for shape, group in groupby(m.shape for m in mine)]
@@ -166,17 +167,17 @@ class Muon:
             for rank in ranks
             for matrix, whole in zip(mine, wholes, strict=True)
         ]
-        incoming = received.split([piece.numel() for piece in pieces])
+        incoming = _views(received, pieces)
         for piece, view in zip(pieces, incoming, strict=True):
-            piece.copy_(view.view(piece.shape))
+            piece.copy_(view)
         for stack in stacks:
             stack.copy_(orthogonalise(stack))
         # 3. The same way back.
         for piece, view in zip(pieces, incoming, strict=True):
-            view.view(piece.shape).copy_(piece)
+            view.copy_(piece)
         all_to_all(sent, received, sent_sizes, received_sizes, axis)
         for part, view in zip(parts, outgoing, strict=True):
-            part.update(view.view(part.shard.shape), lr, self._weight_decay)
+            part.update(view, lr, self._weight_decay)
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
@@ -184,13 +185,20 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
-    # In float64 because a CPU's fp32 norm of many elements is inexact (see `global_norm`).
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    # Not `vector_norm`, whose fp32 on a CPU is inexact for many elements (see `global_norm`).
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = x.square().sum((-2, -1), keepdim=True, dtype=wide).sqrt()
     x = x / norm.clamp(min=SMALLEST_NORM).to(x.dtype)
     for _ in range(NUM_ITERATIONS):
         s = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
+
+
+def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Consecutive parts of a flat buffer, shaped like the tensors, which fill it."""
+    parts = buffer.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _split(parameter: ShardedParameter, momentum: Tensor) -> tuple[list[_Part], list[_Matrix]]:
@@ -234,7 +242,7 @@ def _assign(
     A chunk is full when that rank would own more than `chunk_elements`, one matrix excepted.
     """
     chunks: list[list[list[_Matrix]]] = []
-    costs, sizes = [0] * num_ranks, [chunk_elements] * num_ranks
+    costs, sizes = [0] * num_ranks, [0] * num_ranks
     for matrix in sorted(matrices, key=lambda m: (-prod(m.shape) * min(m.shape), m.shape)):
         size = prod(matrix.shape)
         owner = min(range(num_ranks), key=costs.__getitem__)
