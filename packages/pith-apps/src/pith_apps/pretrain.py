@@ -33,7 +33,7 @@ from pith_engine.gradients import clip_gradients, raise_if_not_finite
 from pith_engine.lr import learning_rate
 from pith_engine.mesh import Mesh
 from pith_engine.muon import Muon
-from pith_engine.optim import AdamW, Optimizer, describe_groups
+from pith_engine.optim import AdamW, describe_groups
 from pith_engine.runtime import all_reduce, broadcast_object, read_launch
 
 from pith_apps.checks import changed_fields, required_checkpoint
@@ -66,7 +66,7 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
             (config.run_folder / "plan.txt").write_text(plan + "\n")
         trainer = build_trainer(config, mesh, device)
         optimizer = _build_optimizer(config, trainer)
-        assignment = describe_groups(optimizer, mesh)
+        assignment = describe_groups(optimizer.groups(), mesh)
         resumed = _resume(config, trainer, optimizer)
         with RunLog(
             config.run_folder,
@@ -88,7 +88,7 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
     return 0
 
 
-def _build_optimizer(config: RunConfig, trainer: Trainer) -> Optimizer:
+def _build_optimizer(config: RunConfig, trainer: Trainer) -> AdamW | Muon:
     match config.optim.method:
         case "adamw":
             return AdamW(trainer.parameters, config.optim)
@@ -96,7 +96,7 @@ def _build_optimizer(config: RunConfig, trainer: Trainer) -> Optimizer:
             return Muon(trainer.parameters, config.optim)
 
 
-def _resume(config: RunConfig, trainer: Trainer, optimizer: Optimizer) -> Manifest | None:
+def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon) -> Manifest | None:
     """Load the newest complete checkpoint that rank 0 sees; None when there is none."""
     mesh = trainer.mesh
     found = find_checkpoint(config.checkpoint_folder) if mesh.rank == 0 else None
@@ -127,7 +127,7 @@ def _start_line(config: RunConfig, resumed: Manifest | None) -> str:
 
 
 def _train(
-    config: RunConfig, trainer: Trainer, optimizer: Optimizer, corpus: Corpus, log: RunLog
+    config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog
 ) -> None:
     """Steps, evaluations and checkpoints until the last step."""
     data = TrainingData(
@@ -153,7 +153,7 @@ def _train(
 def _train_step(
     config: RunConfig,
     trainer: Trainer,
-    optimizer: Optimizer,
+    optimizer: AdamW | Muon,
     data: TrainingData,
     step: int,
     log: RunLog,
@@ -191,7 +191,7 @@ def _evaluate(config: RunConfig, trainer: Trainer, log: RunLog) -> None:
 
 
 def _save(
-    config: RunConfig, trainer: Trainer, optimizer: Optimizer, corpus: Corpus, log: RunLog
+    config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog
 ) -> None:
     """Write the checkpoint of the step that just ended, then delete those beyond `keep`."""
     start = time.perf_counter()

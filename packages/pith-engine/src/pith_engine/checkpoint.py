@@ -51,7 +51,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from pith_engine.fsdp import ShardedParameter, canonical_blocks
 from pith_engine.mesh import Mesh
-from pith_engine.optim import Optimizer
+from pith_engine.muon import Muon
+from pith_engine.optim import AdamW
 from pith_engine.runtime import barrier, gather_objects
 
 MANIFEST_NAME = "manifest.json"
@@ -107,7 +108,7 @@ def save_checkpoint(
     folder: Path,
     step: int,
     parameters: Sequence[ShardedParameter],
-    optimizer: Optimizer,
+    optimizer: AdamW | Muon,
     run: Mapping[str, Any],
     mesh: Mesh,
 ) -> Path:
@@ -166,7 +167,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def load_checkpoint(
-    path: Path, parameters: Sequence[ShardedParameter], optimizer: Optimizer | None, mesh: Mesh
+    path: Path, parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None, mesh: Mesh
 ) -> Manifest:
     """Load weights, and moments and step count when an optimizer is given, saved on any mesh.
 
@@ -325,7 +326,7 @@ def _commit(
 
 
 def _blocks(
-    parameters: Sequence[ShardedParameter], optimizer: Optimizer | None
+    parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None
 ) -> list[StoredBlock]:
     """This rank's share of the weights and, with an optimizer, of the moments."""
     moments = {} if optimizer is None else optimizer.moments()

@@ -23,7 +23,7 @@ A chunk bounds what is in memory beside the state. The trap: collectives must ma
 whatever they hold, so chunks and owners follow from shapes alone, and empty pieces take part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod, sqrt
@@ -51,14 +51,16 @@ yet 21 experts of 768 x 2048, so that a matrix product takes longer than its lau
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Part:
-    """What this rank holds of a canonical matrix, or a stack of whole ones; maybe nothing."""
+class _Piece:
+    """This rank's part, maybe nothing, of one canonical matrix; or a stack of whole ones."""
 
     shard: Tensor
     grad: Tensor
     momentum: Tensor
-    scale: float
-    """0.2 * sqrt(max(R, C)) of the whole matrix."""
+    shape: tuple[int, int]
+    """[R, C] of a whole matrix."""
+    places: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    """Offsets and shape of the piece of each rank of the axis; nothing for whole matrices."""
 
     def direction(self, mu: float) -> Tensor:
         """u, in the master dtype; once a step, because it updates the momentum."""
@@ -67,26 +69,8 @@ class _Part:
 
     def update(self, x: Tensor, lr: float, weight_decay: float) -> None:
         """One step of w along x."""
-        self.shard.mul_(1 - lr * weight_decay).add_(x, alpha=-lr * self.scale)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Matrix:
-    """One canonical matrix of which several ranks hold pieces."""
-
-    part: _Part
-    shape: tuple[int, int]
-    places: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    """Offsets and shape of the piece of each rank of the axis."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Chunk:
-    """Matrices that are exchanged together."""
-
-    axis: Axis
-    owned_by: list[list[_Matrix]]
-    """For each rank of the axis the matrices that it owns, those of one shape in a row."""
+        scale = UPDATE_RMS * sqrt(max(self.shape))
+        self.shard.mul_(1 - lr * weight_decay).add_(x, alpha=-lr * scale)
 
 
 class Muon:
@@ -109,20 +93,22 @@ class Muon:
         self._moments = {p.name: {"momentum": torch.zeros_like(p.shard)} for p in self._matrices}
         # The dtype of x; one for all, because no role that uses Muon keeps the master dtype.
         self._dtype = self._matrices[0].full.dtype if self._matrices else torch.float32
-        self._local: list[_Part] = []
-        spread: dict[str, tuple[Axis, list[_Matrix]]] = {}
+        self._local: list[_Piece] = []
+        spread: dict[Axis, list[_Piece]] = {}
         for parameter in self._matrices:
-            whole, pieces = _split(parameter, self._moments[parameter.name]["momentum"])
-            for part in whole:
-                self._local += _substacks(part, chunk_elements)
-            spread.setdefault(parameter.axis.name, (parameter.axis, []))[1].extend(pieces)
+            momentum = self._moments[parameter.name]["momentum"]
+            for piece in _pieces(parameter, momentum, chunk_elements):
+                if piece.places:
+                    spread.setdefault(parameter.axis, []).append(piece)
+                elif piece.shard.numel():
+                    self._local.append(piece)
         self._chunks = [
-            _Chunk(axis=axis, owned_by=owned_by)
-            for axis, matrices in spread.values()
-            for owned_by in _assign(matrices, axis.size, chunk_elements)
+            (axis, owned_by)
+            for axis, pieces in spread.items()
+            for owned_by in _assign(pieces, axis.size, chunk_elements)
         ]
-        parts = [m.part for c in self._chunks for owned in c.owned_by for m in owned]
-        held = sum(part.shard.numel() for part in (*self._local, *parts))
+        pieces = [m for _, owned_by in self._chunks for owned in owned_by for m in owned]
+        held = sum(piece.shard.numel() for piece in self._local + pieces)
         assert held == sum(p.shard.numel() for p in self._matrices), "each element in one matrix"
 
     def groups(self) -> dict[str, list[ShardedParameter]]:
@@ -139,45 +125,45 @@ class Muon:
         self._rest.num_steps = self.num_steps
         self._rest.step(lr)
         self.num_steps += 1
-        for part in self._local:
-            x = orthogonalise(part.direction(self._momentum).to(self._dtype))
-            part.update(x, lr, self._weight_decay)
-        for chunk in self._chunks:
-            self._step_spread(chunk, lr)
+        for piece in self._local:
+            x = orthogonalise(piece.direction(self._momentum).to(self._dtype))
+            piece.update(x, lr, self._weight_decay)
+        for axis, owned_by in self._chunks:
+            self._step_spread(axis, owned_by, lr)
 
-    def _step_spread(self, chunk: _Chunk, lr: float) -> None:
-        axis, owned_by = chunk.axis, chunk.owned_by
-        parts = [matrix.part for owned in owned_by for matrix in owned]
-        sent_sizes = [sum(m.part.shard.numel() for m in owned) for owned in owned_by]
+    def _step_spread(self, axis: Axis, owned_by: list[list[_Piece]], lr: float) -> None:
+        """One chunk: for each rank of the axis the matrices it owns, those of a shape in a row."""
+        held = [piece for owned in owned_by for piece in owned]
+        sent_sizes = [sum(m.shard.numel() for m in owned) for owned in owned_by]
         mine, ranks = owned_by[axis.rank], range(axis.size)
         received_sizes = [sum(prod(m.places[rank][1]) for m in mine) for rank in ranks]
         # 1. u of the pieces, sorted by owner; it arrives sorted by holder.
-        sent = torch.empty(sum(sent_sizes), dtype=self._dtype, device=parts[0].shard.device)
+        sent = torch.empty(sum(sent_sizes), dtype=self._dtype, device=held[0].shard.device)
         received = sent.new_empty(sum(received_sizes))
-        outgoing = _views(sent, [part.shard for part in parts])
-        for part, view in zip(parts, outgoing, strict=True):
-            view.copy_(part.direction(self._momentum))
+        outgoing = _views(sent, [piece.shard for piece in held])
+        for piece, view in zip(held, outgoing, strict=True):
+            view.copy_(piece.direction(self._momentum))
         all_to_all(received, sent, received_sizes, sent_sizes, axis)
-        # 2. x of whole matrices; pieces are views of them, in the order of arrival.
+        # 2. x of whole matrices; blocks are views of them, in the order of arrival.
         shapes = [(shape, len(list(group))) for shape, group in groupby(m.shape for m in mine)]
         stacks = [sent.new_empty(count, *shape) for shape, count in shapes]
         wholes = [whole for stack in stacks for whole in stack]
-        pieces = [
-            cut_block(whole, *matrix.places[rank])
+        blocks = [
+            cut_block(whole, *piece.places[rank])
             for rank in ranks
-            for matrix, whole in zip(mine, wholes, strict=True)
+            for piece, whole in zip(mine, wholes, strict=True)
         ]
-        incoming = _views(received, pieces)
-        for piece, view in zip(pieces, incoming, strict=True):
-            piece.copy_(view)
+        incoming = _views(received, blocks)
+        for block, view in zip(blocks, incoming, strict=True):
+            block.copy_(view)
         for stack in stacks:
             stack.copy_(orthogonalise(stack))
         # 3. The same way back.
-        for piece, view in zip(pieces, incoming, strict=True):
-            view.copy_(piece)
+        for block, view in zip(blocks, incoming, strict=True):
+            view.copy_(block)
         all_to_all(sent, received, sent_sizes, received_sizes, axis)
-        for part, view in zip(parts, outgoing, strict=True):
-            part.update(view, lr, self._weight_decay)
+        for piece, view in zip(held, outgoing, strict=True):
+            piece.update(view, lr, self._weight_decay)
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
@@ -201,55 +187,38 @@ def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _split(parameter: ShardedParameter, momentum: Tensor) -> tuple[list[_Part], list[_Matrix]]:
-    """Stacks of whole matrices that this rank holds, and those that are spread over the axis."""
+def _pieces(parameter: ShardedParameter, momentum: Tensor, chunk_elements: int) -> Iterator[_Piece]:
+    """This rank's stacks of whole matrices, cut to `chunk_elements`, and pieces of spread ones."""
     assert parameter.shard.dim() in (2, 3), f"{parameter.name}: a matrix or a stack of matrices"
-    tensors = [parameter.shard, parameter.grad, momentum]
+    tensors = parameter.shard, parameter.grad, momentum
     mine = zip(*(canonical_blocks(parameter, tensor) for tensor in tensors), strict=True)
     ranks = range(parameter.axis.size)
     theirs = zip(*(blocks_of_rank(parameter, rank) for rank in ranks), strict=True)
-    whole, pieces = [], []
     for blocks, holders in zip(mine, theirs, strict=True):
         rows, cols = blocks[0].global_shape[-2:]
-        stacks = [b.tensor if b.tensor.dim() == 3 else b.tensor[None] for b in blocks]
+        parts = [b.tensor if b.tensor.dim() == 3 else b.tensor[None] for b in blocks]
         places = [(holder.offsets[-2:], tuple(holder.tensor.shape[-2:])) for holder in holders]
-        scale = UPDATE_RMS * sqrt(max(rows, cols))
         if all(h.tensor.shape[-2:] == (rows, cols) for h in holders if h.tensor.numel()):
-            shard, grad, moment = stacks
-            whole.append(_Part(shard=shard, grad=grad, momentum=moment, scale=scale))
-            continue
-        for shard, grad, moment in zip(*stacks, strict=True):
-            part = _Part(shard=shard, grad=grad, momentum=moment, scale=scale)
-            pieces.append(_Matrix(part=part, shape=(rows, cols), places=places))
-    return whole, pieces
+            places = []
+            parts = [part.split(max(1, chunk_elements // (rows * cols))) for part in parts]
+        for shard, grad, moment in zip(*parts, strict=True):
+            yield _Piece(shard=shard, grad=grad, momentum=moment, shape=(rows, cols), places=places)
 
 
-def _substacks(part: _Part, chunk_elements: int) -> list[_Part]:
-    """Stacks of at most so many elements, at least one matrix; none of an empty one."""
-    if not part.shard.numel():
-        return []
-    count = max(1, chunk_elements // part.shard[0].numel())
-    tensors = (part.shard, part.grad, part.momentum)
-    stacks = zip(*(tensor.split(count) for tensor in tensors), strict=True)
-    return [_Part(shard=s, grad=g, momentum=m, scale=part.scale) for s, g, m in stacks]
-
-
-def _assign(
-    matrices: list[_Matrix], num_ranks: int, chunk_elements: int
-) -> list[list[list[_Matrix]]]:
-    """Owners, chunk by chunk: the dearest matrix goes to the rank with the least work so far.
+def _assign(pieces: list[_Piece], num_ranks: int, chunk_elements: int) -> list[list[list[_Piece]]]:
+    """Chunks of owners: the dearest matrix goes to the rank with the least work so far.
 
     A chunk is full when that rank would own more than `chunk_elements`, one matrix excepted.
     """
-    chunks: list[list[list[_Matrix]]] = []
+    chunks: list[list[list[_Piece]]] = []
     costs, sizes = [0] * num_ranks, [0] * num_ranks
-    for matrix in sorted(matrices, key=lambda m: (-prod(m.shape) * min(m.shape), m.shape)):
-        size = prod(matrix.shape)
+    for piece in sorted(pieces, key=lambda m: (-prod(m.shape) * min(m.shape), m.shape)):
+        size = prod(piece.shape)
         owner = min(range(num_ranks), key=costs.__getitem__)
         if not chunks or (sizes[owner] and sizes[owner] + size > chunk_elements):
             chunks.append([[] for _ in range(num_ranks)])
             costs, sizes, owner = [0] * num_ranks, [0] * num_ranks, 0
-        chunks[-1][owner].append(matrix)
-        costs[owner] += size * min(matrix.shape)
+        chunks[-1][owner].append(piece)
+        costs[owner] += size * min(piece.shape)
         sizes[owner] += size
     return chunks

@@ -1,4 +1,4 @@
-"""What an optimizer is, and AdamW on this rank's shards (arXiv 1711.05101).
+"""AdamW on this rank's shards (Loshchilov and Hutter, arXiv 1711.05101).
 
     m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
     w <- w - lr * wd * w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
@@ -12,7 +12,7 @@ Muon, which leaves to AdamW what is no matrix, stands in `muon.py`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -57,25 +57,6 @@ class OptimizerConfig:
         return wrong
 
 
-class Optimizer(Protocol):
-    """What a training loop and a checkpoint see of an optimizer."""
-
-    num_steps: int
-    """Updates so far; set it when resuming."""
-
-    def groups(self) -> dict[str, list[ShardedParameter]]:
-        """Method -> the parameters that it updates; each is in exactly one group."""
-        ...
-
-    def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Stored name -> name -> a live tensor of state, shaped like the shard."""
-        ...
-
-    def step(self, lr: float) -> None:
-        """Update all shards from their gradients; all ranks of the mesh call it."""
-        ...
-
-
 def check_optimizer(parameters: Sequence[ShardedParameter], config: OptimizerConfig) -> None:
     """Refuse constants out of range, and two parameters of one name, with a ValueError."""
     wrong = config.violations()
@@ -85,14 +66,14 @@ def check_optimizer(parameters: Sequence[ShardedParameter], config: OptimizerCon
         raise ValueError("\n".join(wrong))
 
 
-def describe_groups(optimizer: Optimizer, mesh: Mesh) -> str:
+def describe_groups(groups: dict[str, list[ShardedParameter]], mesh: Mesh) -> str:
     """How many tensors and elements each method updates, by role, over the whole model.
 
     All ranks of the mesh call it; a stack of experts is one tensor, gate and up are two.
     """
     mine = [
         ((method, p.role.value), max(1, len(p.parts)), prod(p.global_shape))
-        for method, members in optimizer.groups().items()
+        for method, members in groups.items()
         for p in members
     ]
     counts: dict[tuple[str, str], tuple[int, int]] = {}
