@@ -164,3 +164,4 @@ def test_bad_constants_are_named_together_when_an_optimizer_is_made():
         AdamW([], config)
     assert "optim.eps = 0.0" in str(caught.value) and "weight_decay = -1.0" in str(caught.value)
     assert "optim.momentum = 0.9 but AdamW has betas" in str(caught.value)
+    assert OptimizerConfig(method="sgd").violations() == ["optim.method = 'sgd': adamw or muon"]

@@ -41,6 +41,8 @@ class OptimizerConfig:
     def violations(self) -> list[str]:
         """What is wrong with it: field, value, what is allowed."""
         wrong = []
+        if self.method not in ("adamw", "muon"):
+            wrong.append(f"optim.method = {self.method!r}: adamw or muon")
         if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
             wrong.append(f"optim.momentum = {self.momentum}: from 0 to below 1")
         if self.momentum is not None and self.method != "muon":
