@@ -13,7 +13,7 @@ from pith_engine.contract import ModelChunk
 from pith_engine.fsdp import ShardingConfig, Unit, shard_chunks, sharded_parameters
 from pith_engine.init import initialise
 from pith_engine.mesh import Mesh, parse_mesh
-from pith_engine.optim import AdamW, AdamWConfig
+from pith_engine.optim import AdamW, OptimizerConfig
 from pith_models.build import ModelConfig, build_chunks
 from pith_ops.attention import AttentionBackend
 
@@ -43,4 +43,4 @@ def load_and_save(
     assert mesh is not None
     parameters = sharded_parameters(build_on(mesh, config, replicate=replicate)[1])
     load_checkpoint(checkpoint, parameters, None, mesh)
-    save_checkpoint(folder, 3, parameters, AdamW(parameters, AdamWConfig()), {}, mesh)
+    save_checkpoint(folder, 3, parameters, AdamW(parameters, OptimizerConfig()), {}, mesh)

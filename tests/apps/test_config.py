@@ -23,7 +23,7 @@ from pith_apps.trainer import build_trainer
 from pith_engine.balance import BalanceConfig
 from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import Mesh, MeshConfig
-from pith_engine.optim import AdamWConfig
+from pith_engine.optim import OptimizerConfig
 from pith_engine.violations import type_violations
 
 
@@ -244,9 +244,13 @@ def test_a_number_out_of_range_hides_nothing_else(run):
         mesh=MeshConfig(ep=3),
         data=DataConfig(),
         train=replace(run.train, steps=0, micro_batch=2, batch=7, attention="cudnn"),
+        optim=OptimizerConfig(eps=-1.0, momentum=0.9),
     )
     found = "\n".join(violations(bad, machine()))
-    for part in ("train.steps is 0", "mesh.ep = 3", "--train.batch 8", "data.training", "cudnn"):
+    for part in (
+        *("train.steps is 0", "mesh.ep = 3", "--train.batch 8", "data.training", "cudnn"),
+        *("optim.eps = -1.0", "optim.momentum = 0.9"),
+    ):
         assert part in found
     for name in ("micro_batch", "batch", "sequence_length"):
         worse = replace(bad, train=replace(bad.train, **{name: -2}), data=run.data)
@@ -285,7 +289,7 @@ def test_every_section_is_reported_at_once(run, tmp_path):
         mesh=MeshConfig(dp=0, ep=-2),
         data=DataConfig(training=tmp_path / "none"),
         train=replace(run.train, micro_batch=0),
-        optim=AdamWConfig(eps=-1.0),
+        optim=OptimizerConfig(eps=-1.0),
         lr=LearningRateConfig(peak=-1.0, warmup_steps=-3),
         balance=BalanceConfig(coefficient=-1.0),
         evaluation=EvaluationConfig(interval=-1),

@@ -15,7 +15,7 @@ from pith_engine.checkpoint import find_checkpoint, read_manifest, save_checkpoi
 from pith_engine.contract import Batch, Role, plain_hidden
 from pith_engine.fsdp import sharded_parameters
 from pith_engine.mesh import Mesh
-from pith_engine.optim import AdamW, AdamWConfig
+from pith_engine.optim import AdamW, OptimizerConfig
 from pith_models.build import ModelConfig, model_config_from_hf
 from pith_models.hf import read_hf_config
 from tiny_qwen3 import assert_same_bytes, read_weights, save_tiny_qwen3
@@ -72,7 +72,7 @@ def test_exported_weights_give_our_logits_in_transformers(source: Path, tmp_path
             if parameter.role is not Role.NORM:
                 parameter.shard.mul_(5)
     saved = save_checkpoint(
-        tmp_path / "saved", 1, parameters, AdamW(parameters, AdamWConfig()), {}, mesh
+        tmp_path / "saved", 1, parameters, AdamW(parameters, OptimizerConfig()), {}, mesh
     )
     export_checkpoint(saved, tmp_path / "out", config, dtype=torch.float32, companions=source)
     tokens = torch.randint(97, (2, 48), generator=torch.Generator().manual_seed(1))

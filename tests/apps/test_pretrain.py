@@ -18,6 +18,7 @@ RECIPE = ["qwen3-30b-a3b-tiny", "--lr.schedule", "constant", "--lr.decay-steps",
 TINY = [*RECIPE, "--mesh.ep", "1", "--checkpoint.interval", "2"]
 SIX = [*TINY, "--train.steps", "6"]
 FOUR_RANKS = [*RECIPE, "--mesh.pp", "2", "--mesh.ep", "2"]
+TWO_STAGES = [*RECIPE, "--mesh.pp", "2", "--mesh.ep", "1"]
 
 
 def environment() -> dict[str, str]:
@@ -166,6 +167,21 @@ def test_what_decides_the_numbers_may_not_change_on_resume(folder, monkeypatch, 
     assert "resumed at step 6 of 6" in output
     assert "changed since that checkpoint: optim.weight_decay: 0.1 -> 0.0" in output
     assert "nothing is left to train" in output
+
+
+def test_muon_says_what_it_updates_and_is_not_exchanged_for_adamw(folder, monkeypatch, capsys):
+    command = ["pretrain", *TWO_STAGES, "--name", "muon", "--train.steps", "2"]
+    output = pith(folder, *command, "--optim.method", "muon")
+    rows = [line.split() for line in output.splitlines() if line.startswith(("adamw ", "muon "))]
+    assert {(method, role) for method, role, *_ in rows} == {
+        *(("adamw", role) for role in ("embedding", "head", "norm", "router")),
+        *(("muon", role) for role in ("expert", "matrix")),
+    }
+    elements = sum(int(row[-1].replace(",", "")) for row in rows)
+    assert f"parameters: {elements:,} in all" in output
+    monkeypatch.chdir(folder)
+    assert main(command) == 2
+    assert "optim.method: muon -> adamw\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", [["convert", "export"], ["evaluate"]])

@@ -13,7 +13,7 @@ from pith_engine.fsdp import ShardingConfig, canonical_blocks
 from pith_engine.gradients import clip_gradients
 from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import Mesh, parse_mesh
-from pith_engine.optim import AdamW, AdamWConfig
+from pith_engine.optim import AdamW, OptimizerConfig
 from pith_engine.runtime import gather_objects
 from pith_models.qwen3_moe import Qwen3MoeConfig
 
@@ -65,7 +65,7 @@ def updates_alone(tied: bool) -> tuple[list[float], bool, Blocks]:
 def three_updates(config: RunConfig, mesh: Mesh) -> tuple[list[float], bool, Blocks]:
     """Norms, whether both ends of the model are one tensor, all ranks' blocks of the weights."""
     trainer = build_trainer(config, mesh, CPU)
-    optimizer = AdamW(trainer.parameters, AdamWConfig())
+    optimizer = AdamW(trainer.parameters, OptimizerConfig())
     names = [p.name for p in trainer.parameters]
     assert len(optimizer.moments()) == len(names)
     norms = []

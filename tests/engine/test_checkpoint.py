@@ -23,7 +23,7 @@ from pith_engine.checkpoint import (
 from pith_engine.fsdp import canonical_blocks, shard_chunks
 from pith_engine.init import initialise
 from pith_engine.mesh import Mesh, parse_mesh
-from pith_engine.optim import AdamW, AdamWConfig
+from pith_engine.optim import AdamW, OptimizerConfig
 from pith_engine.runtime import gather_objects
 from torch.distributed.checkpoint import FileSystemReader
 from toy_model import EXPERTS, HIDDEN, VOCABULARY, toy_chunks
@@ -38,7 +38,7 @@ def make_state(mesh, seed, sharding=SHARDED):
     chunks = toy_chunks(LAYERS[mesh.pp.size], mesh, DENSE)
     units = shard_chunks(chunks, mesh, sharding=sharding, compute_dtype=torch.float32, device=CPU)
     parameters = [parameter for unit in units for parameter in unit.parameters]
-    optimizer = AdamW(parameters, AdamWConfig())
+    optimizer = AdamW(parameters, OptimizerConfig())
     initialise(parameters, seed)
     for parameter in parameters:
         for tensor in optimizer.moments()[parameter.name].values():

@@ -14,7 +14,7 @@ from pith_engine.gradients import (
 )
 from pith_engine.init import initialise
 from pith_engine.mesh import Mesh, MeshConfig
-from pith_engine.optim import AdamW, AdamWConfig
+from pith_engine.optim import AdamW, OptimizerConfig
 
 TIMEOUT = timedelta(seconds=30)
 CASES = [
@@ -152,7 +152,7 @@ def poisoned(value, sharding):
     mesh = Mesh.create(MeshConfig(dp=2, ep=2), TIMEOUT)
     _, units, parameters = declared_units(mesh, sharding=sharding)
     initialise(parameters, 0)
-    optimizer = AdamW(parameters, AdamWConfig())
+    optimizer = AdamW(parameters, OptimizerConfig())
     message = ""
     for step in (1, 2, 3):
         for unit in units:

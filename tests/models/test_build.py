@@ -236,7 +236,10 @@ def test_exported_config_reads_back(config: Qwen3MoeConfig):
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling: ['factor'] have no meaning"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "one value needed, found [10000.0, 1000000.0]"),
         ({"num_local_experts": 64}, "num_experts, num_local_experts: one value needed"),
-        ({"tie_word_embeddings": "yes"}, "model.tie_word_embeddings is 'yes', of type str: allowed is bool"),
+        (
+            {"tie_word_embeddings": "yes"},
+            "model.tie_word_embeddings is 'yes', of type str: allowed is bool",
+        ),
         ({"attention_bias": True}, "attention_bias = True: only False"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': only silu"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window = True"),

@@ -35,6 +35,7 @@ FIXED_FIELDS = (
     "train.seed:",
     "train.batch:",
     "train.sequence_length:",
+    "optim.method:",
 )
 """Beginnings of the changes that a resumed run refuses."""
 
@@ -107,8 +108,9 @@ def _sound(own: list[str], *paths: str) -> bool:
 def check_resume(config: RunConfig) -> None:
     """Refuse to resume a run whose checkpoint was made with another model or other data.
 
-    What decides the numbers must be the same: the model, the seed, and which tokens a step reads.
-    Everything else (mesh, steps, learning rate, intervals) may change between starts.
+    What decides the numbers must be the same: the model, the seed, which tokens a step reads, and
+    the optimizer, whose moments the checkpoint holds. Everything else (mesh, steps, learning rate,
+    intervals) may change between starts.
 
     Raises:
         ValueError: names every field that differs.

@@ -25,7 +25,7 @@ from pith_engine.balance import BalanceConfig
 from pith_engine.fsdp import ShardingConfig
 from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import MeshConfig
-from pith_engine.optim import AdamWConfig
+from pith_engine.optim import OptimizerConfig
 from pith_engine.overlap import Recompute
 from pith_models.build import ModelConfig
 
@@ -128,8 +128,8 @@ class RunConfig:
     """The corpus."""
     train: TrainConfig
     """Steps and batches."""
-    optim: AdamWConfig = field(default_factory=AdamWConfig)
-    """AdamW."""
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer."""
     lr: LearningRateConfig
     """The learning rate over the steps."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)

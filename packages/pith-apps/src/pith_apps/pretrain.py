@@ -5,7 +5,7 @@ A step is short enough to be read whole (`_train_step`):
     1. this rank's micro-batches of the step; which samples they hold depends on the step alone
     2. gradients: gather, DualPipeV over the micro-batches, reduce, global norm   (trainer.py)
     3. a norm that is not finite ends the run before anything is updated
-    4. clip, learning rate of the step, AdamW on this rank's shards
+    4. clip, learning rate of the step, AdamW or Muon on this rank's shards
 
 Around it: a held-out evaluation and a checkpoint at their intervals and after the last step, one
 line a step. The same command again resumes: weights, moments, data position and learning rate all
@@ -32,7 +32,8 @@ from pith_engine.checkpoint import (
 from pith_engine.gradients import clip_gradients, raise_if_not_finite
 from pith_engine.lr import learning_rate
 from pith_engine.mesh import Mesh
-from pith_engine.optim import AdamW
+from pith_engine.muon import Muon
+from pith_engine.optim import AdamW, describe_groups
 from pith_engine.runtime import all_reduce, broadcast_object, read_launch
 
 from pith_apps.checks import changed_fields, required_checkpoint
@@ -64,7 +65,8 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
             write_run_facts(config.run_folder, config_record(config), mesh.world.size)
             (config.run_folder / "plan.txt").write_text(plan + "\n")
         trainer = build_trainer(config, mesh, device)
-        optimizer = AdamW(trainer.parameters, config.optim)
+        optimizer = _build_optimizer(config, trainer)
+        assignment = describe_groups(optimizer.groups(), mesh)
         resumed = _resume(config, trainer, optimizer)
         with RunLog(
             config.run_folder,
@@ -78,6 +80,7 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
             tensorboard=config.log.tensorboard,
         ) as log:
             log.say(plan)
+            log.say(assignment)
             log.say(_start_line(config, resumed))
             _train(config, trainer, optimizer, corpus, log)
     if read_launch(os.environ).rank == 0:
@@ -85,7 +88,15 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
     return 0
 
 
-def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW) -> Manifest | None:
+def _build_optimizer(config: RunConfig, trainer: Trainer) -> AdamW | Muon:
+    match config.optim.method:
+        case "adamw":
+            return AdamW(trainer.parameters, config.optim)
+        case "muon":
+            return Muon(trainer.parameters, config.optim)
+
+
+def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon) -> Manifest | None:
     """Load the newest complete checkpoint that rank 0 sees; None when there is none."""
     mesh = trainer.mesh
     found = find_checkpoint(config.checkpoint_folder) if mesh.rank == 0 else None
@@ -116,7 +127,7 @@ def _start_line(config: RunConfig, resumed: Manifest | None) -> str:
 
 
 def _train(
-    config: RunConfig, trainer: Trainer, optimizer: AdamW, corpus: Corpus, log: RunLog
+    config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog
 ) -> None:
     """Steps, evaluations and checkpoints until the last step."""
     data = TrainingData(
@@ -142,7 +153,7 @@ def _train(
 def _train_step(
     config: RunConfig,
     trainer: Trainer,
-    optimizer: AdamW,
+    optimizer: AdamW | Muon,
     data: TrainingData,
     step: int,
     log: RunLog,
@@ -180,7 +191,7 @@ def _evaluate(config: RunConfig, trainer: Trainer, log: RunLog) -> None:
 
 
 def _save(
-    config: RunConfig, trainer: Trainer, optimizer: AdamW, corpus: Corpus, log: RunLog
+    config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog
 ) -> None:
     """Write the checkpoint of the step that just ended, then delete those beyond `keep`."""
     start = time.perf_counter()

@@ -53,6 +53,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from pith_engine.fsdp import ShardedParameter, canonical_blocks
 from pith_engine.mesh import Mesh
+from pith_engine.muon import Muon
 from pith_engine.optim import AdamW
 from pith_engine.runtime import barrier, gather_objects
 
@@ -109,7 +110,7 @@ def save_checkpoint(
     folder: Path,
     step: int,
     parameters: Sequence[ShardedParameter],
-    optimizer: AdamW,
+    optimizer: AdamW | Muon,
     run: Mapping[str, Any],
     mesh: Mesh,
 ) -> Path:
@@ -189,7 +190,7 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
 
 
 def load_checkpoint(
-    path: Path, parameters: Sequence[ShardedParameter], optimizer: AdamW | None, mesh: Mesh
+    path: Path, parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None, mesh: Mesh
 ) -> Manifest:
     """Load weights, and moments and step count when an optimizer is given, saved on any mesh.
 
@@ -345,7 +346,9 @@ def _commit(
     return final
 
 
-def _blocks(parameters: Sequence[ShardedParameter], optimizer: AdamW | None) -> list[StoredBlock]:
+def _blocks(
+    parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None
+) -> list[StoredBlock]:
     """This rank's share of the weights and, with an optimizer, of the moments."""
     moments = {} if optimizer is None else optimizer.moments()
     found = []

@@ -34,7 +34,7 @@ IGNORED_TARGET = -100
 
 
 class Role(Enum):
-    """What a parameter is: fixes its gathered dtype, weight decay, initial value and sharding."""
+    """What a parameter is: fixes gathered dtype, optimizer, decay, initial value and sharding."""
 
     MATRIX = "matrix"
     EXPERT_MATRIX = "expert matrix"
@@ -56,6 +56,11 @@ class Role(Enum):
     def is_decayed(self) -> bool:
         """Whether weight decay applies: to matrices, the router's included."""
         return self not in (Role.NORM, Role.BIAS, Role.EXPERT_BIAS, Role.SINK)
+
+    @property
+    def uses_muon(self) -> bool:
+        """Whether Muon updates it if a run asks for Muon: linear maps between hidden states."""
+        return self in (Role.MATRIX, Role.EXPERT_MATRIX)
 
     @property
     def keeps_fp32(self) -> bool:

@@ -28,7 +28,7 @@ stay the view it is (no `zero_grad`); `reduce` checks.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
 
@@ -71,6 +71,10 @@ class ShardedParameter:
     """Where this rank's block starts in `global_shape`."""
     replicas: Axis
     """The ranks that hold this same block; one rank unless it is replicated."""
+    axis: Axis
+    """The ranks that hold the blocks of `full`."""
+    dim: int
+    """The dim along which `full` is cut into them."""
     full: nn.Parameter = field(repr=False)
     """The gathered parameter; `full.grad` is a view of the unit's gradient buffer."""
     shard: Tensor = field(repr=False)
@@ -153,6 +157,8 @@ class Unit:
                     global_shape=tuple(global_shape),
                     offsets=tuple(offsets),
                     replicas=self._replicas,
+                    axis=self._axis,
+                    dim=slot.dim,
                     full=full,
                     shard=slot.block(self._shards[slot.column :]),
                     grad=slot.block(self._grads[grad_column:]),
@@ -287,6 +293,18 @@ def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[Ca
             global_shape=tuple(global_shape),
             offsets=tuple(offsets),
         )
+
+
+def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[CanonicalBlock]:
+    """The canonical blocks that a rank of the parameter's axis holds, on the meta device."""
+    axis, dim, shape = parameter.axis, parameter.dim, list(parameter.full.shape)
+    own_start, _ = chunk_bounds(shape[dim], axis.size, axis.rank)
+    start, stop = chunk_bounds(shape[dim], axis.size, rank)
+    offsets = list(parameter.offsets)
+    offsets[dim] += start - own_start
+    shape[dim] = stop - start
+    there = replace(parameter, offsets=tuple(offsets))
+    return canonical_blocks(there, torch.empty(shape, device="meta"))
 
 
 def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
