@@ -1,8 +1,8 @@
 """Recipes: Python functions that return a `RunConfig`, built in or in a file of the user's.
 
-A built-in recipe is one function in one file of this folder and one arm of `load_recipe`. A user's
-recipe is a path to a Python file with exactly one public function `def ...() -> RunConfig`; it
-usually starts from a built-in one with `dataclasses.replace`.
+A built-in recipe is a function in a file of this folder and an arm of `load_recipe`. A user's file
+holds one public function `def ...() -> RunConfig`, which usually starts from a built-in one with
+`dataclasses.replace`.
 """
 
 import inspect
@@ -22,10 +22,7 @@ BUILT_IN_RECIPES = ("demo", "qwen3-30b-a3b", "qwen3-30b-a3b-tiny")
 
 
 def load_recipe(name: str) -> RunConfig:
-    """The configuration of a built-in recipe, or of the recipe in a Python file.
-
-    Args:
-        name: one of `BUILT_IN_RECIPES`, or the path of a `.py` file.
+    """The configuration of a recipe, `name` one of `BUILT_IN_RECIPES` or the path of a `.py` file.
 
     Raises:
         ValueError: no such recipe or file, not exactly one recipe in the file, or it fails.
@@ -48,7 +45,6 @@ def load_recipe(name: str) -> RunConfig:
 
 
 def _recipe_of_file(path: Path) -> RunConfig:
-    """Run a file and call the one recipe that it defines."""
     if not path.is_file():
         raise ValueError(f"recipe is {str(path)!r}: there is no such file")
     run_name = f"pith_recipe_{path.stem}"
