@@ -7,7 +7,7 @@ l - 1 (l > 0) followed by the attention of layer l (l < L). It runs as
     backward  SEGMENT L, COMBINE L-1, EXPERTS L-1, DISPATCH L-1, WEIGHT L-1, ..., SEGMENT 0
 
 where the backward's COMBINE and DISPATCH move gradients along the reverse of the forward's, EXPERTS
-takes the input gradient only and WEIGHT runs the weight gradients that EXPERTS deferred.
+takes the input gradient only and WEIGHT the weight gradients that EXPERTS deferred.
 
 Both sides share one compute stream; the all-to-alls of each side have a stream of their own.
 Iteration i of `interleave` enqueues, with l = i and j = num_backward_layers - 1 - i:
@@ -26,11 +26,10 @@ Iteration i of `interleave` enqueues, with l = i and j = num_backward_layers - 1
 with the host reading counts, and 5 is what the device does meanwhile. Every rank of an
 expert-parallel group runs the same list, so collectives meet in one order.
 
-The one trap is memory. A value dropped by the host goes back to the allocator's pool of the stream
-it was made on, which may hand it out again before another stream has read it. So a value is freed
-only where every later operation on its own stream is ordered after all its uses; across two lists
-this holds because the first operation of a list on a communication stream waits for compute.
-`check_operations` proves that, the ordering and the completeness of a list without a device.
+The trap is memory. A value dropped by the host goes back to the allocator's pool of the stream it
+was made on, which may hand it out again before another stream has read it. So a value is freed only
+where every later operation on its own stream is ordered after all its uses; across two lists this
+holds because the first operation of a list on a communication stream waits for compute.
 """
 
 from collections import Counter
@@ -41,7 +40,7 @@ from functools import cache
 
 
 class OperationKind(Enum):
-    """What an operation does; its index is a segment's or a layer's number within the chunk."""
+    """What an operation does."""
 
     FORWARD_SEGMENT = "forward segment"
     FORWARD_DISPATCH = "forward dispatch"
@@ -60,7 +59,7 @@ class OperationKind(Enum):
 
 
 class Stream(Enum):
-    """Where an operation runs: operations of one stream run in the order of the list."""
+    """Where an operation runs; those of one stream run in the order of the list."""
 
     COMPUTE = "compute"
     FORWARD_COMM = "forward communication"
@@ -78,13 +77,13 @@ class Operation:
     kind: OperationKind
     """What it does."""
     index: int
-    """Segment number (segments) or layer number (all others) within its chunk."""
+    """Number of the segment or layer within its chunk."""
     stream: Stream
     """Where it runs."""
     waits: tuple[int, ...]
-    """Positions in the list, on other streams, that must be complete before it starts."""
+    """Earlier positions, on other streams, that must be complete before it starts."""
     frees: tuple[Value, ...]
-    """Outputs that the host drops right after it has enqueued this operation."""
+    """Outputs that the host drops once it has enqueued this operation."""
 
 
 READS = {
@@ -104,16 +103,8 @@ READS = {
     OperationKind.BACKWARD_DISPATCH: ((OperationKind.BACKWARD_EXPERTS, 0),),
     OperationKind.BACKWARD_WEIGHT: ((OperationKind.BACKWARD_EXPERTS, 0),),
 }
-"""Outputs an operation reads, as kind and offset to its own index, first the one that is handed to
-it; a side's first operation reads none."""
-
-COMMUNICATION_STREAMS = {
-    OperationKind.FORWARD_DISPATCH: Stream.FORWARD_COMM,
-    OperationKind.FORWARD_COMBINE: Stream.FORWARD_COMM,
-    OperationKind.BACKWARD_DISPATCH: Stream.BACKWARD_COMM,
-    OperationKind.BACKWARD_COMBINE: Stream.BACKWARD_COMM,
-}
-"""Streams of the all-to-alls; everything else computes."""
+"""Outputs an operation reads, as kind and offset to its own index, the one handed to it first; a
+side's first operation reads none."""
 
 
 @cache
@@ -123,8 +114,8 @@ def interleave(
     """List the operations of one forward, one backward, or both overlapped, in host order.
 
     None stands for no such side; with `defer_weights` the caller runs the weight gradients later.
-    The results, outputs of the forward's last segment and of the backward's segment 0, are never
-    freed; every other output is freed exactly once.
+    Every output that is read is freed once; the results (the forward's last segment, the backward's
+    segment 0) stay.
     """
     order = list(_host_order(num_forward_layers, num_backward_layers, defer_weights))
     users = _users(order)
@@ -158,12 +149,12 @@ def check_operations(
     *,
     defer_weights: bool = False,
 ) -> None:
-    """Prove a list complete, ordered and free of use after free; arguments as in `interleave`.
+    """Prove a list, without a device; arguments as in `interleave`.
 
     Raises:
         ValueError: an operation is missing, repeated or on the wrong stream; a wait points forward
             or to its own stream; an input may not be ready; a value is freed twice, never, before
-            it is made, or while another stream may still read it.
+            its last use, or while another stream may still read it.
     """
     values = [(operation.kind, operation.index) for operation in operations]
     expected = list(_host_order(num_forward_layers, num_backward_layers, defer_weights))
@@ -173,45 +164,39 @@ def check_operations(
     for operation, value in zip(operations, values, strict=True):
         if operation.stream is not _stream(value):
             raise ValueError(f"{_name(value)} must run on the {_stream(value).value} stream")
-    clocks = _clocks(operations)
+    before = _before(operations)
     users = _users(values)
     for place, (value, readers) in enumerate(users.items()):
         for reader in readers:
-            if not _happens_before(operations, clocks, place, reader):
+            if place not in before[reader]:
                 raise ValueError(f"{_name(values[reader])} does not wait for {_name(value)}")
-    _check_frees(operations, clocks, users)
+    _check_frees(operations, before, users)
 
 
 def _host_order(
     num_forward: int | None, num_backward: int | None, defer_weights: bool
 ) -> Iterator[Value]:
-    """The numbered iteration of the file's docstring; a side that has ended emits nothing."""
+    """The iterations of the file's docstring; a side that has ended emits nothing."""
     last_forward = -1 if num_forward is None else num_forward
     last_backward = -1 if num_backward is None else num_backward
     for i in range(max(last_forward, last_backward) + 1):
         j = last_backward - 1 - i
-        if 0 < i <= last_forward:
-            yield OperationKind.FORWARD_COMBINE, i - 1
-        if i <= last_backward:
-            yield OperationKind.BACKWARD_SEGMENT, j + 1
-        if i < last_backward:
-            yield OperationKind.BACKWARD_COMBINE, j
-        if i <= last_forward:
-            yield OperationKind.FORWARD_SEGMENT, i
-        if i < last_backward:
-            yield OperationKind.BACKWARD_EXPERTS, j
-        if i < last_forward:
-            yield OperationKind.FORWARD_DISPATCH, i
-        if i < last_backward:
-            yield OperationKind.BACKWARD_DISPATCH, j
-            if not defer_weights:
-                yield OperationKind.BACKWARD_WEIGHT, j
-        if i < last_forward:
-            yield OperationKind.FORWARD_EXPERTS, i
+        listed = (
+            (0 < i <= last_forward, OperationKind.FORWARD_COMBINE, i - 1),
+            (i <= last_backward, OperationKind.BACKWARD_SEGMENT, j + 1),
+            (i < last_backward, OperationKind.BACKWARD_COMBINE, j),
+            (i <= last_forward, OperationKind.FORWARD_SEGMENT, i),
+            (i < last_backward, OperationKind.BACKWARD_EXPERTS, j),
+            (i < last_forward, OperationKind.FORWARD_DISPATCH, i),
+            (i < last_backward, OperationKind.BACKWARD_DISPATCH, j),
+            (i < last_backward and not defer_weights, OperationKind.BACKWARD_WEIGHT, j),
+            (i < last_forward, OperationKind.FORWARD_EXPERTS, i),
+        )
+        yield from ((kind, index) for runs, kind, index in listed if runs)
 
 
 def _users(order: list[Value]) -> dict[Value, list[int]]:
-    """For each output, in the order of the list, the positions that read it."""
+    """For each output, in list order, the positions that read it."""
     users: dict[Value, list[int]] = {value: [] for value in order}
     for place, (kind, index) in enumerate(order):
         for source, offset in READS[kind]:
@@ -221,56 +206,48 @@ def _users(order: list[Value]) -> dict[Value, list[int]]:
 
 
 def _stream(value: Value) -> Stream:
-    return COMMUNICATION_STREAMS.get(value[0], Stream.COMPUTE)
+    match value[0]:
+        case OperationKind.FORWARD_DISPATCH | OperationKind.FORWARD_COMBINE:
+            return Stream.FORWARD_COMM
+        case OperationKind.BACKWARD_DISPATCH | OperationKind.BACKWARD_COMBINE:
+            return Stream.BACKWARD_COMM
+    return Stream.COMPUTE
 
 
-def _clocks(operations: tuple[Operation, ...]) -> list[dict[Stream, int]]:
-    """For each operation, the last position on each stream known complete when it completes."""
-    clocks: list[dict[Stream, int]] = []
+def _before(operations: tuple[Operation, ...]) -> list[set[int]]:
+    """For each operation, the positions known complete when it starts."""
+    before: list[set[int]] = []
     last: dict[Stream, int] = {}
     for place, operation in enumerate(operations):
-        before = [*operation.waits, *([last[operation.stream]] if operation.stream in last else [])]
+        stream = operation.stream
         for wait in operation.waits:
-            if not 0 <= wait < place or operations[wait].stream is operation.stream:
+            if not 0 <= wait < place or operations[wait].stream is stream:
                 raise ValueError(
                     f"operation {place} waits for position {wait}; allowed are earlier positions "
-                    f"on other streams than {operation.stream.value}"
+                    f"on other streams than {stream.value}"
                 )
-        clock = {
-            stream: max((clocks[source].get(stream, -1) for source in before), default=-1)
-            for stream in Stream
-        }
-        clock[operation.stream] = last[operation.stream] = place
-        clocks.append(clock)
-    return clocks
-
-
-def _happens_before(
-    operations: tuple[Operation, ...], clocks: list[dict[Stream, int]], first: int, second: int
-) -> bool:
-    return first < second and clocks[second][operations[first].stream] >= first
+        direct = {*operation.waits, *([last[stream]] if stream in last else [])}
+        before.append(direct.union(*(before[source] for source in direct)))
+        last[stream] = place
+    return before
 
 
 def _check_frees(
-    operations: tuple[Operation, ...],
-    clocks: list[dict[Stream, int]],
-    users: dict[Value, list[int]],
+    operations: tuple[Operation, ...], before: list[set[int]], users: dict[Value, list[int]]
 ) -> None:
-    freed = {value: place for place, o in enumerate(operations) for value in o.frees}
-    wanted = {value for value, uses in users.items() if uses}
-    if sum(len(operation.frees) for operation in operations) != len(wanted) or set(freed) != wanted:
+    frees = [(value, place) for place, o in enumerate(operations) for value in o.frees]
+    freed, wanted = dict(frees), {value for value, uses in users.items() if uses}
+    if len(frees) != len(wanted) or set(freed) != wanted:
         names = sorted(_name(value) for value in wanted ^ set(freed))
         raise ValueError(f"read values must be freed exactly once, no others: {names or 'twice'}")
     for value, place in freed.items():
-        uses = users[value]
-        if place < max(uses):
+        if place < max(users[value]):
             raise ValueError(f"{_name(value)} is freed at position {place}, before its last use")
         stream = _stream(value)
-        later = next(
-            (p for p in range(place + 1, len(operations)) if operations[p].stream is stream), None
-        )
-        for use in uses:
-            if later is not None and not _happens_before(operations, clocks, use, later):
+        after = range(place + 1, len(operations))
+        later = next((p for p in after if operations[p].stream is stream), None)
+        for use in users[value]:
+            if later is not None and use not in before[later]:
                 raise ValueError(
                     f"{_name(value)} is freed at position {place}, but position {later} may reuse "
                     f"its memory while position {use} still reads it"
