@@ -2,11 +2,11 @@
 
     python -m pith_ops.bench [OPERATOR ...] [--device cuda] [--json FILE]
 
-1. Gate: outputs, and gradients for random upstream gradients, are compared with the reference in
-   the accumulation dtype, by norm and per tensor; integers must be equal. Who fails gets no time,
+1. Gate: outputs, and gradients for random upstream gradients, are compared per tensor and by norm
+   with the reference in the accumulation dtype; integers must be equal. What fails gets no time,
    and the exit code is 1.
 2. Time: medians of a forward without grad and of a forward with its backward.
-3. Rate: the operations or bytes that the mathematics needs over the time; padding and recomputation
+3. Rate: operations or bytes that the mathematics needs over the time; padding and recomputation
    earn nothing (the backward of a product is two products, that of attention 2.5 forwards).
 
 Shapes are one layer of Qwen3-30B-A3B on a GPU and small on a CPU. The trap: an error of NaN is
@@ -36,12 +36,7 @@ from pith_ops.attention import (
 )
 from pith_ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from pith_ops.device import accumulation_dtype
-from pith_ops.dispatch import (
-    count_dispatch,
-    plan_dispatch,
-    plan_experts,
-    weighted_partial_sums,
-)
+from pith_ops.dispatch import count_dispatch, plan_dispatch, plan_experts, weighted_partial_sums
 from pith_ops.grouped_linear import Groups, grouped_linear, grouped_linear_reference
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm, rms_norm_reference
@@ -50,7 +45,7 @@ from pith_ops.routing import softmax_topk
 from pith_ops.swiglu import swiglu, swiglu_reference
 
 GATE_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Relative error by norm: rounding stays below, a wrong factor or a wrong row does not."""
+"""Relative error by norm: rounding stays below, a wrong factor or row does not."""
 
 TensorFunction = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -74,31 +69,30 @@ class BenchRow:
     """One implementation: what the gate found and, if it passed, how fast it is."""
 
     operator: str
-    """What is measured."""
+    """Value of `Operator`."""
     implementation: str
     """Whose code: "pith_ops ..." or a competitor's."""
     shape: str
     """Sizes of the operands."""
     error: float
-    """Largest relative error over outputs and gradients."""
+    """Largest relative one of outputs and gradients."""
     passed: bool
-    """Whether the error is within the tolerance."""
+    """Whether it is within the tolerance."""
     unit: str
     """Of the rates."""
     forward_ms: float | None = None
-    """Median time of a forward; None if the gate failed."""
+    """Median; None if the gate failed."""
     forward_rate: float | None = None
-    """Work of the forward per time."""
+    """Work per time."""
     total_ms: float | None = None
-    """Median time of forward and backward; None without one or if the gate failed."""
+    """With the backward; None also if there is none."""
     total_rate: float | None = None
-    """Work of forward and backward per time."""
+    """With the backward."""
 
 
 class Gate:
-    """An operator's operands and what its reference makes of them; `measure` times who agrees.
+    """Operands of an operator and what `reference` makes of them in their accumulation dtype.
 
-    `reference` maps the operands, widened to their accumulation dtype, to a tensor or several.
     Work is in operations or bytes, `total_work` that of forward and backward.
     """
 
@@ -114,13 +108,18 @@ class Gate:
         self.operator, self.operands, self.unit = operator, operands, unit
         scale = 1e12 if unit == "TFLOP/s" else 1e9
         self.forward_work, self.total_work = forward_work / scale, total_work / scale
-        floating = [x.dtype for x in operands if x.is_floating_point()]
-        self.tolerance = GATE_TOLERANCES[floating[0]] if floating else 0.0
+        self.tolerance = GATE_TOLERANCES.get(operands[0].dtype, 0.0)
         wide = [_widen(x) for x in operands]
         outputs = _outputs(reference, wide)
         # Values that every dtype represents alike.
         self.upstream = [torch.randn(x.shape, device=x.device).bfloat16() for x in outputs]
         self.wanted = [*outputs, *_gradients(outputs, wide, self.upstream)]
+
+    def measure_both(
+        self, ours: TensorFunction, competitor: str, theirs: TensorFunction
+    ) -> list[BenchRow]:
+        """Rows of `pith_ops` and of one competitor."""
+        return [self.measure("pith_ops", ours), self.measure(competitor, theirs)]
 
     def measure(self, implementation: str, run: TensorFunction) -> BenchRow:
         """Compare `run` with the reference and time it if they agree."""
@@ -185,16 +184,13 @@ def bench_table(rows: Sequence[BenchRow]) -> str:
     columns = "{:15} {:26} {:>8}   {:28} {}"
     table = columns.format("operator", "implementation", "error", "forward", "with backward")
     for row in rows:
-        forward = total = ""
-        if not row.passed:
-            forward = "GATE FAILED"
+        forward, total = "" if row.passed else "GATE FAILED", ""
         if row.forward_ms is not None:
             forward = f"{row.forward_ms:.3f} ms {row.forward_rate:.4g} {row.unit}"
         if row.total_ms is not None:
             total = f"{row.total_ms:.3f} ms {row.total_rate:.4g} {row.unit}"
-        error = f"{row.error:.1e}"
-        line = columns.format(row.operator, row.implementation, error, forward, total)
-        table += "\n" + line.rstrip()
+        cells = (row.operator, row.implementation, f"{row.error:.1e}", forward, total)
+        table += "\n" + columns.format(*cells).rstrip()
     return table
 
 
@@ -237,28 +233,21 @@ def _bench_attention(device: torch.device, dtype: torch.dtype) -> list[BenchRow]
     # A causal mask halves both products.
     flops = 2.0 * batch * heads * sequence**2 * head_dim
 
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_reference(q, k, v)[0]
+
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
 
-    gate = Gate(
-        Operator.ATTENTION,
-        lambda q, k, v: attention_reference(q, k, v)[0],
-        (query, key, value),
-        "TFLOP/s",
-        flops,
-        3.5 * flops,
-    )
-    rows = []
-    for backend in AttentionBackend:
-        if not attention_violations(backend, device, dtype, head_dim, head_dim):
-            rows.append(
-                gate.measure(
-                    f"pith_ops {backend.value}",
-                    lambda q, k, v, backend=backend: attention(q, k, v, backend=backend)[0],
-                )
-            )
+    operands = (query, key, value)
+    gate = Gate(Operator.ATTENTION, reference, operands, "TFLOP/s", flops, 3.5 * flops)
+    rows = [
+        gate.measure(f"pith_ops {b.value}", lambda q, k, v, b=b: attention(q, k, v, backend=b)[0])
+        for b in AttentionBackend
+        if not attention_violations(b, device, dtype, head_dim, head_dim)
+    ]
     return [*rows, gate.measure("torch SDPA", sdpa)]
 
 
@@ -276,7 +265,7 @@ def _bench_rope(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
 
     size = x.nbytes
     gate = Gate(Operator.ROPE, complex_rotation, (x, cos, sin), "GB/s", 2 * size, 4 * size)
-    return [gate.measure("pith_ops", apply_rope), gate.measure("torch complex", complex_rotation)]
+    return gate.measure_both(apply_rope, "torch complex", complex_rotation)
 
 
 def _bench_rms_norm(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
@@ -287,10 +276,11 @@ def _bench_rms_norm(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
         return rms_norm_reference(x, w, 1e-6)
 
     gate = Gate(Operator.RMS_NORM, reference, (x, weight), "GB/s", 2 * x.nbytes, 5 * x.nbytes)
-    return [
-        gate.measure("pith_ops", lambda x, w: rms_norm(x, w, 1e-6)),
-        gate.measure("torch rms_norm", lambda x, w: functional.rms_norm(x, w.shape, w, 1e-6)),
-    ]
+    return gate.measure_both(
+        lambda x, w: rms_norm(x, w, 1e-6),
+        "torch rms_norm",
+        lambda x, w: functional.rms_norm(x, w.shape, w, 1e-6),
+    )
 
 
 def _bench_swiglu(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
@@ -298,7 +288,7 @@ def _bench_swiglu(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
     gate_up = _draw(device, dtype, num_rows, width)
     size = gate_up.nbytes
     gate = Gate(Operator.SWIGLU, swiglu_reference, (gate_up,), "GB/s", 1.5 * size, 4 * size)
-    return [gate.measure("pith_ops", swiglu), gate.measure("torch autograd", swiglu_reference)]
+    return gate.measure_both(swiglu, "torch autograd", swiglu_reference)
 
 
 def _bench_linear(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
@@ -307,7 +297,7 @@ def _bench_linear(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
     weight = _draw(device, dtype, width, hidden, std=hidden**-0.5)
     flops = 2.0 * tokens * hidden * width
     gate = Gate(Operator.LINEAR, lambda x, w: x @ w.t(), (x, weight), "TFLOP/s", flops, 3 * flops)
-    return [gate.measure("pith_ops", linear), gate.measure("torch linear", functional.linear)]
+    return gate.measure_both(linear, "torch linear", functional.linear)
 
 
 def _bench_grouped_linear(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
@@ -325,10 +315,9 @@ def _bench_grouped_linear(device: torch.device, dtype: torch.dtype) -> list[Benc
         return grouped_linear_reference(x, w, groups)
 
     gate = Gate(Operator.GROUPED_LINEAR, loop, (x, weight), "TFLOP/s", flops, 3 * flops)
-    return [
-        gate.measure("pith_ops", lambda x, w: grouped_linear(x, w, groups)),
-        gate.measure("torch loop over groups", loop),
-    ]
+    return gate.measure_both(
+        lambda x, w: grouped_linear(x, w, groups), "torch loop over groups", loop
+    )
 
 
 def _bench_routing(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
@@ -344,10 +333,9 @@ def _bench_routing(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
 
     size = logits.nbytes
     gate = Gate(Operator.ROUTING, torch_topk, (logits,), "GB/s", 2 * size, 4 * size)
-    return [
-        gate.measure("pith_ops", lambda logits: softmax_topk(logits, top_k, True)[1:]),
-        gate.measure("torch softmax, topk", torch_topk),
-    ]
+    return gate.measure_both(
+        lambda logits: softmax_topk(logits, top_k, True)[1:], "torch softmax, topk", torch_topk
+    )
 
 
 def _bench_dispatch(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
@@ -402,10 +390,9 @@ def _bench_cross_entropy(device: torch.device, dtype: torch.dtype) -> list[Bench
         return functional.cross_entropy(logits, targets, reduction="sum")
 
     gate = Gate(Operator.CROSS_ENTROPY, reference, (hidden, weight), "TFLOP/s", flops, 3 * flops)
-    return [
-        gate.measure("pith_ops", lambda h, w: linear_cross_entropy(h, w, targets)),
-        gate.measure("torch full logits", full_logits),
-    ]
+    return gate.measure_both(
+        lambda h, w: linear_cross_entropy(h, w, targets), "torch full logits", full_logits
+    )
 
 
 def _draw(device: torch.device, dtype: torch.dtype, *size: int, std: float = 1.0) -> Tensor:
@@ -433,7 +420,7 @@ def _gradients(
 
 
 def _relative_error(got: Tensor, wanted: Tensor) -> float:
-    """By norm; infinite where something is not finite or integers are not equal."""
+    """By norm; infinite if not finite, or for unequal integers."""
     if not wanted.is_floating_point():
         return 0.0 if torch.equal(got, wanted) else math.inf
     error = ((got.to(wanted.dtype) - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
@@ -441,11 +428,11 @@ def _relative_error(got: Tensor, wanted: Tensor) -> float:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median time of `call`: of 20 calls on CUDA, of 5 elsewhere, after two warm-up calls."""
+    """Median of 20 calls on CUDA, of 5 elsewhere, after two warm-up calls."""
     times = []
     for _ in range(22 if device.type == "cuda" else 7):
         if device.type == "cuda":
-            # By events, so that launch gaps count where the host is the bottleneck.
+            # Events count launch gaps where the host is the bottleneck.
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
