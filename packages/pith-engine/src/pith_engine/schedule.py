@@ -5,16 +5,16 @@ rank 0 embeds and takes the loss, and the last rank passes from one chunk to the
 transfer. `dualpipev` is DeepSeek's DualPipeV (https://github.com/deepseek-ai/DualPipe, from
 DualPipe in arXiv 2412.19437); `forward_only` serves evaluation.
 
-How a row is executed: before the action of slot k, one batched exchange is issued that holds the
-sends of slot k-1 and the receives of slot k; the action waits for its receives. One more exchange
-after the last slot carries its sends. A received tensor may be used in a later slot.
+Before the action of slot k a rank issues one batched exchange: the sends of slot k-1 and the
+receives of slot k, for which the action waits. One more after the last slot carries its sends. A
+received tensor may be used in a later slot.
 
-The trap is that a batched exchange is a meeting. NCCL runs the batches of a rank one after the
-other, each until all its transfers are done, so a send whose receive is posted late holds up
-everything behind it, and crossing meetings deadlock: posting each receive just before it is needed
-does. `_with_transfers` therefore places a receive before the first action that, at unit costs,
-starts no earlier than the sender is done. No rank then waits longer than for the data itself
-(`simulate.py` measures it; `schedule_check.py` proves that there is no deadlock).
+The trap: a batched exchange is a meeting. NCCL runs the batches of a rank one after the other, each
+until all its transfers are done, so a send whose receive is posted late holds up everything behind
+it, and crossing meetings deadlock: posting each receive just before it is needed does.
+`_with_transfers` therefore places a receive before the first action that, at unit costs, starts no
+earlier than the sender is done. No rank then waits longer than for the data itself (`simulate.py`
+measures it; `schedule_check.py` proves that there is no deadlock).
 """
 
 from bisect import bisect_left
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 from itertools import count
+from operator import itemgetter
 
 
 class ActionKind(Enum):
@@ -40,13 +41,13 @@ class Action:
     """One piece of compute; chunks are numbered through the model, 0 .. 2 * pp - 1."""
 
     kind: ActionKind
-    """What to run; BACKWARD includes its weight gradients, BACKWARD_INPUT leaves them to WEIGHT."""
+    """BACKWARD includes the weight gradients, BACKWARD_INPUT leaves them to WEIGHT."""
     chunk: int
     """The chunk; of an OVERLAP, the one that runs forward."""
     micro_batch: int
     """Its micro-batch."""
     backward_chunk: int | None = None
-    """The chunk that runs its full backward; OVERLAP only."""
+    """The chunk that runs its BACKWARD; OVERLAP only."""
     backward_micro_batch: int | None = None
     """Its micro-batch; OVERLAP only."""
 
@@ -65,19 +66,19 @@ class Action:
 
 
 class TransferKind(Enum):
-    """What travels: the hidden states of a forward or their gradient."""
+    """What travels: hidden states or their gradient."""
 
     HIDDEN = "hidden"
     GRADIENT = "gradient"
 
 
 Output = tuple[TransferKind, int, int]
-"""What an action makes for another: kind, the consuming chunk, micro-batch."""
+"""What an action makes for another: kind, consuming chunk, micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One tensor on its way between two ranks, seen from one of them."""
+    """A tensor on its way between two ranks, seen from one of them."""
 
     kind: TransferKind
     """What travels."""
@@ -125,7 +126,7 @@ def chunk_rank(chunk: int, pp: int) -> int:
 
 
 def needed_output(part: Action, pp: int) -> Output | None:
-    """What a plain action (never OVERLAP) takes from a neighbouring chunk; None at the ends."""
+    """What a part of an action takes from a neighbouring chunk; None at the ends."""
     if part.kind is ActionKind.FORWARD:
         return (TransferKind.HIDDEN, part.chunk, part.micro_batch) if part.chunk > 0 else None
     if part.kind is ActionKind.WEIGHT or part.chunk == 2 * pp - 1:
@@ -134,7 +135,7 @@ def needed_output(part: Action, pp: int) -> Output | None:
 
 
 def made_output(part: Action, pp: int) -> Output | None:
-    """What a plain action (never OVERLAP) makes for a neighbouring chunk; None at the ends."""
+    """What a part of an action makes for a neighbouring chunk; None at the ends."""
     if part.kind is ActionKind.FORWARD:
         is_last = part.chunk == 2 * pp - 1
         return None if is_last else (TransferKind.HIDDEN, part.chunk + 1, part.micro_batch)
@@ -178,7 +179,7 @@ def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
 
 
 def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Action]:
-    """The compute order of one rank; F0, B1 ... name the rank's first and second chunk."""
+    """The compute order of one rank; F0, B1 ...: its first and second chunk."""
     first, second = rank, 2 * pp - 1 - rank
     forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
     overlap, backward_input = ActionKind.OVERLAP, ActionKind.BACKWARD_INPUT
@@ -235,19 +236,12 @@ def _numbered(steps: list[tuple[ActionKind, int]], both: int) -> list[Action]:
 
 
 def _with_transfers(rows: list[list[Action]]) -> ScheduleTable:
-    """Send every output at once; receive it where `_unit_times` says that nobody waits."""
+    """Send every output at once; receive it where, by `_unit_times`, nobody waits."""
     pp = len(rows)
-    starts, ends = _unit_times(rows)
+    starts, made = _unit_times(rows)
     receives: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
     sends: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
-    made = sorted(
-        (ends[rank][slot], rank, slot, order, output)
-        for rank, row in enumerate(rows)
-        for slot, action in enumerate(row)
-        for order, output in enumerate(made_output(part, pp) for part in action.parts)
-        if output is not None
-    )
-    for end, source, slot, _, (kind, chunk, micro_batch) in made:
+    for (kind, chunk, micro_batch), (end, source, slot) in sorted(made.items(), key=itemgetter(1)):
         target = chunk_rank(chunk, pp)
         if target == source:
             continue
@@ -264,26 +258,27 @@ def _with_transfers(rows: list[list[Action]]) -> ScheduleTable:
     )
 
 
-def _unit_times(rows: list[list[Action]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Start and end of every action at `UNIT_COSTS` when data travels in no time."""
+def _unit_times(
+    rows: list[list[Action]],
+) -> tuple[list[list[int]], dict[Output, tuple[int, int, int]]]:
+    """Start of every action, (end, rank, slot) of every output, if data travels in no time."""
     pp = len(rows)
-    ready: dict[Output, int] = {}
     starts: list[list[int]] = [[] for _ in rows]
-    ends: list[list[int]] = [[] for _ in rows]
+    clocks = [0] * pp
+    made: dict[Output, tuple[int, int, int]] = {}
     progress = True
     while progress:
         progress = False
         for rank, row in enumerate(rows):
-            while len(starts[rank]) < len(row):
-                action = row[len(starts[rank])]
-                needs = [n for part in action.parts if (n := needed_output(part, pp)) is not None]
-                if any(need not in ready for need in needs):
+            while (slot := len(starts[rank])) < len(row):
+                parts = row[slot].parts
+                needs = [n for part in parts if (n := needed_output(part, pp)) is not None]
+                if any(need not in made for need in needs):
                     break
-                start = max([ready[need] for need in needs] + ends[rank][-1:], default=0)
-                starts[rank].append(start)
-                ends[rank].append(start + UNIT_COSTS[action.kind])
-                for part in action.parts:
+                starts[rank].append(max([clocks[rank], *(made[need][0] for need in needs)]))
+                clocks[rank] = starts[rank][-1] + UNIT_COSTS[row[slot].kind]
+                for part in parts:
                     if (output := made_output(part, pp)) is not None:
-                        ready[output] = ends[rank][-1]
+                        made[output] = (clocks[rank], rank, slot)
                 progress = True
-    return starts, ends
+    return starts, made
