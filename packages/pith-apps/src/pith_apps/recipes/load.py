@@ -6,8 +6,6 @@ holds one public function `def ...() -> RunConfig`, which usually starts from a 
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from runpy import run_path
@@ -48,7 +46,7 @@ def _recipe_of_file(path: Path) -> RunConfig:
     if not path.is_file():
         raise ValueError(f"recipe is {str(path)!r}: there is no such file")
     run_name = f"pith_recipe_{path.stem}"
-    with _named_faults(path):
+    try:
         recipes = [
             item
             for name, item in run_path(str(path), run_name=run_name).items()
@@ -57,28 +55,20 @@ def _recipe_of_file(path: Path) -> RunConfig:
             and not name.startswith("_")
             and get_type_hints(item).get("return") is RunConfig
         ]
-    if len(recipes) != 1:
-        names = ", ".join(recipe.__name__ for recipe in recipes) or "none"
-        raise ValueError(
-            f"recipe {str(path)!r} must hold exactly one public function annotated "
-            f"`-> RunConfig`; found: {names}"
-        )
-    with _named_faults(path):
-        config = recipes[0]()
-    if not isinstance(config, RunConfig):
-        raise ValueError(f"recipe {path}: {recipes[0].__name__} returns {config!r}, no RunConfig")
-    return config
-
-
-@contextmanager
-def _named_faults(path: Path) -> Iterator[None]:
-    """Turn whatever the file raises into a ValueError that names its line."""
-    try:
-        yield
-    except Exception as error:
+        config = recipes[0]() if len(recipes) == 1 else None
+    except Exception as error:  # whatever the file raises, named by the file's line
         frames = extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         if isinstance(error, SyntaxError):
             lines = lines or [error.lineno]
         place = f"{path}:{lines[-1]}" if lines else path
         raise ValueError(f"recipe {place}: {type(error).__name__}: {error}") from error
+    if len(recipes) != 1:
+        names = ", ".join(recipe.__name__ for recipe in recipes) or "none"
+        raise ValueError(
+            f"recipe {str(path)!r} must hold exactly one public function annotated "
+            f"`-> RunConfig`; found: {names}"
+        )
+    if not isinstance(config, RunConfig):
+        raise ValueError(f"recipe {path}: {recipes[0].__name__} returns {config!r}, no RunConfig")
+    return config
