@@ -157,14 +157,11 @@ def _chunks(hidden: Tensor, targets: Tensor, chunk_tokens: int) -> Iterator[tupl
 
 
 def _check_operands(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> None:
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+    fit = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
+    if not fit or targets.shape != hidden.shape[:1]:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}: expected [T, H] and "
-            "[V, H] with the same H"
-        )
-    if targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"targets {tuple(targets.shape)}: expected one per row of hidden, {hidden.shape[0]}"
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets "
+            f"{tuple(targets.shape)}: expected [T, H], [V, H] with the same H, [T], one per row"
         )
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: they must be equal")
