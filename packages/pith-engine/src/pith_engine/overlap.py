@@ -32,7 +32,6 @@ where every later operation on its own stream is ordered after all its uses; acr
 holds because the first operation of a list on a communication stream waits for compute.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -151,16 +150,15 @@ def check_operations(
 ) -> None:
     """Prove a list, without a device; arguments as in `interleave`.
 
-    Raises:
-        ValueError: an operation is missing, repeated or on the wrong stream; a wait points forward
-            or to its own stream; an input may not be ready; a value is freed twice, never, before
-            its last use, or while another stream may still read it.
+    A ValueError names the operation that is missing, repeated, on the wrong stream or does not wait
+    for what it reads; a wait that points forward or to its own stream; a value that is freed twice,
+    never, before its last use, or while another stream may still read it.
     """
     values = [(operation.kind, operation.index) for operation in operations]
     expected = list(_host_order(num_forward_layers, num_backward_layers, defer_weights))
-    if Counter(values) != Counter(expected):
-        names = [_name(v) for v in {*values, *expected} if values.count(v) != expected.count(v)]
-        raise ValueError(f"missing, repeated or foreign operations: {sorted(names)}")
+    wrong = [_name(v) for v in {*values, *expected} if values.count(v) != expected.count(v)]
+    if wrong:
+        raise ValueError(f"missing, repeated or foreign operations: {sorted(wrong)}")
     for operation, value in zip(operations, values, strict=True):
         if operation.stream is not _stream(value):
             raise ValueError(f"{_name(value)} must run on the {_stream(value).value} stream")
@@ -211,7 +209,8 @@ def _stream(value: Value) -> Stream:
             return Stream.FORWARD_COMM
         case OperationKind.BACKWARD_DISPATCH | OperationKind.BACKWARD_COMBINE:
             return Stream.BACKWARD_COMM
-    return Stream.COMPUTE
+        case _:
+            return Stream.COMPUTE
 
 
 def _before(operations: tuple[Operation, ...]) -> list[set[int]]:

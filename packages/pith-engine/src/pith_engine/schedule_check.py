@@ -22,10 +22,10 @@ from pith_engine.schedule import (
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """One batched exchange of a rank, and the exchanges of other ranks it must meet."""
+    """One batched exchange of a rank, and those of other ranks that it must meet."""
 
     rank: int
-    """The rank that issues it."""
+    """Who issues it."""
     position: int
     """The slot before whose action it is issued; the number of slots for the last."""
     partners: tuple[tuple[int, int], ...]
@@ -37,14 +37,13 @@ def check_schedule(
 ) -> None:
     """Prove that a table computes everything once, in order, without deadlock, in bounded memory.
 
-    Without backwards (`has_backward=False`) no activation is counted.
+    Without backwards no activation is kept.
 
     Raises:
         ValueError: a forward or backward is missing, repeated, foreign or out of order; a deferred
             weight gradient is not run once, after its backward and in that order; an output is not
-            sent and received once, in time, to the rank that needs it; transfers between two ranks
-            differ in order; exchanges deadlock; or a rank holds more than `2 * pp + 1` activations
-            (chunk-micro-batches) at once.
+            sent and received once, in time, between the right ranks and in one order; exchanges
+            deadlock; or a rank holds more than `2 * pp + 1` activations at once.
     """
     pp = len(table)
     for rank, row in enumerate(table):
@@ -74,11 +73,9 @@ def peak_live(row: tuple[Slot, ...]) -> int:
 def meetings(table: ScheduleTable) -> tuple[Meeting, ...]:
     """Every exchange of every rank, in an order in which they can complete.
 
-    An exchange starts when the rank's previous exchange and previous action are over, and is over
-    when all its partners have started. Transfers between two ranks match in order.
-
-    Raises:
-        ValueError: a send and a receive do not match, or some exchanges wait for each other.
+    An exchange starts when the rank's previous exchange and action are over, and is over when all
+    its partners have started. A ValueError names a send and a receive that do not match in order,
+    or the exchanges that wait for each other.
     """
     partners = _partners(table)
     started = [0] * len(table)  # the exchange that each rank has reached
@@ -153,16 +150,14 @@ def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
                 raise ValueError(f"{where}: {t} is received twice, or not from the rank it is on")
             received.add(t.output)
         for part in slot.action.parts:
-            need = needed_output(part, pp)
-            if need is None:
+            if (need := needed_output(part, pp)) is None:
                 continue
-            if output_source(need, pp) == rank:
-                if need not in made:
-                    raise ValueError(f"{where}: {part} runs before its local input")
-                continue
-            used.add(need)
-            if need not in received:
-                raise ValueError(f"{where}: {part} runs before its input is received")
+            is_local = output_source(need, pp) == rank
+            if need not in (made if is_local else received):
+                what = "its local input" if is_local else "its input is received"
+                raise ValueError(f"{where}: {part} runs before {what}")
+            if not is_local:
+                used.add(need)
         made.update(o for part in slot.action.parts if (o := made_output(part, pp)))
         for t in slot.sends:
             is_right_peer = chunk_rank(t.chunk, pp) == t.peer != rank

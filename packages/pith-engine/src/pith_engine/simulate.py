@@ -14,7 +14,7 @@ from pith_engine.schedule_check import meetings, peak_live
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleCosts:
-    """Durations in any one unit; tuples hold one value per chunk, `2 * pp` of them."""
+    """Durations in any one unit; tuples hold a value for each of the `2 * pp` chunks."""
 
     forward: tuple[float, ...]
     """A forward of each chunk."""
@@ -74,7 +74,7 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of all ranks' time in which they do not compute."""
+        """Share of all ranks' time without compute."""
         return 1 - sum(self.busy) / (len(self.ends) * self.duration)
 
 
@@ -86,7 +86,7 @@ def unit_schedule_costs(pp: int) -> ScheduleCosts:
 
 
 def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
-    """Run a table; ValueError for another number of chunks, or exchanges that deadlock."""
+    """Run a table; ValueError for costs of other chunks, or exchanges that deadlock."""
     if len(costs.forward) != 2 * len(table):
         raise ValueError(f"costs hold {len(costs.forward)} chunks; {len(table)} ranks have twice")
     starts: list[list[float]] = [[] for _ in table]
