@@ -130,12 +130,10 @@ def tokenize_files(
     """Tokenise files into the new corpus folder `output` with `num_workers` processes.
 
     `inputs` are `.py` and `.txt` files (one document each), `.jsonl` files (one a line, its text in
-    `text_field`) and folders of them. `tokenizer_folder` holds `tokenizer.json` and, unless
-    `eos_token` is given, `tokenizer_config.json` that names it.
+    `text_field`) and folders of them; `eos_token` is by default that of `tokenizer_folder`.
 
-    Raises:
-        ValueError: what is wrong with the arguments, all at once, or with an input's text. Nothing
-            is left behind.
+    A ValueError names all faults of the arguments at once, or what is wrong with an input's text;
+    nothing is left behind.
     """
     files, faults = _list_files(inputs)
     opened = None
@@ -236,8 +234,8 @@ def train_tokenizer(
 ) -> None:
     """Train a byte-level BPE tokenizer (arXiv 1508.07909), as `transformers` opens it.
 
-    Reads at most `max_bytes`, evenly over the files. A ValueError says that the text is too short
-    for `vocab_size` entries or that `output` exists.
+    Reads at most `max_bytes`, evenly over the files. A ValueError refuses a text too short for
+    `vocab_size`, or an `output` that exists.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -330,7 +328,7 @@ def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
 
 
 def _spread(files: list[Path], max_bytes: int) -> list[Path]:
-    """Every n-th file, the smallest n that leaves about `max_bytes`."""
+    """Every n-th file, with n such that about `max_bytes` are left."""
     return files[:: max(1, -(-sum(path.stat().st_size for path in files) // max_bytes))]
 
 

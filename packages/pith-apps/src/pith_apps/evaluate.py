@@ -19,7 +19,7 @@ from pith_apps.trainer import Trainer, build_trainer, joined_mesh
 def evaluate(config: RunConfig) -> int:
     """Print the held-out loss of the newest checkpoint; every rank of the run calls it.
 
-    A ValueError says that there is no complete checkpoint, or that it holds another model.
+    A ValueError if there is no complete checkpoint, or it holds another model.
     """
     newest = required_checkpoint(config)
     with joined_mesh(config) as (mesh, device):

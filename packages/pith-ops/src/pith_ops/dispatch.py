@@ -3,7 +3,7 @@
 Words: R ranks share E experts, `E_local = E / R` each, in order. T tokens of this rank choose K
 experts each (`ids [T, K]`, -1 is "sent nowhere"). The way of one micro-batch:
 
-    sender    count_dispatch    rows and pairs for every rank: the first, small all-to-all
+    sender    count_dispatch    rows and pairs for every rank: a first, small all-to-all
               plan_dispatch     a token goes once to every rank holding one of its experts (N rows)
               send_weights      the routing weights travel beside it
     receiver  plan_experts      M rows received -> P (row, expert) pairs sorted by expert
@@ -35,7 +35,7 @@ from pith_ops.grouped_linear import Groups
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DispatchPlan:
-    """What this rank sends: N rows ordered by destination rank, then by token."""
+    """What this rank sends: N rows by destination rank, then by token."""
 
     send_tokens: Tensor
     """`[N]` int32, token of each row."""

@@ -3,8 +3,8 @@
     rstd = 1 / sqrt(mean(x^2) + eps)      y = weight * (x * rstd)      over the last dim, size H
 
 The trap: `x * rstd`, from the accumulation dtype, is rounded to x's dtype *before* it meets the
-weight, as in the released models. torch rounds once: in bf16 a third of its outputs
-differ in the last bit.
+weight, as in the released models. torch rounds once: in bf16 a third of its outputs differ in the
+last bit.
 
 Plain autograd would keep three tensors of x's shape, two in fp32. Kept here: x, the weight and rstd
 (one number per row). With `n = x * rstd` and `g = weight * dy`:

@@ -1,4 +1,4 @@
-"""Weight gradients computed later: a queue that backward passes push to and a schedule drains.
+"""Weight gradients for later: a queue that backward passes push to and a schedule drains.
 
 For `y = x W^T` the backward has two halves of equal cost. Only one is on the critical path:
 

@@ -39,7 +39,7 @@ def demo() -> RunConfig:
 
 
 def demo_mesh(num_gpus: int) -> MeshConfig:
-    """One GPU alone, two share experts, four or more (and a CPU) run pipeline and experts."""
+    """One GPU alone, two share experts, four (and a CPU) run a pipeline of such pairs."""
     if num_gpus == 1:
         return MeshConfig()
     return MeshConfig(ep=2) if num_gpus in (2, 3) else MeshConfig(pp=2, ep=2)
