@@ -1,6 +1,6 @@
-"""The learning rate of a step: warmup, then constant, cosine or WSD, as one pure function.
+"""The learning rate of a step: warmup, then constant, cosine or WSD.
 
-With step t from 1, total steps S, warmup steps W, decay steps D and final ratio r, the rate is
+With step t from 1, total steps S, warmup steps W, decay steps D and final ratio r, it is
 `peak * factor`:
 
     warmup    t <= W        t / W
@@ -8,10 +8,9 @@ With step t from 1, total steps S, warmup steps W, decay steps D and final ratio
     cosine    t >  W        r + (1 - r) * (1 + cos(pi * (t - W) / (S - W))) / 2   (arXiv 1608.03983)
     wsd       t >  S - D    1 - (1 - r) * (t - (S - D)) / D, and 1 before     (arXiv 2404.06395)
 
-WSD (warmup, stable, decay) decays linearly (arXiv 2405.18392); its stable part does not depend on
-S, so a run can be prolonged. Where warmup and decay of WSD meet, the smaller factor holds. A run
-that is too short for its warmup and decay is no error (a trial of a few steps of a long recipe),
-but `reaches_peak` lets its plan say so.
+WSD (warmup, stable, decay) decays linearly (arXiv 2405.18392); its stable part ignores S, so a run
+can be prolonged. Where its warmup and decay meet, the smaller factor holds. A run too short for
+is no error (a trial of a few steps of a long recipe); `reaches_peak` lets its plan say so.
 """
 
 from dataclasses import dataclass
