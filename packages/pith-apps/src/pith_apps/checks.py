@@ -248,6 +248,17 @@ def _model_violations(config: RunConfig) -> list[str]:
             ]
             if size % 8
         ]
+    sharding = config.sharding
+    if config.mesh.dp == 1:
+        found += [
+            f"sharding.replicate_{kind} is True, but mesh.dp 1 has no replicas: allowed from 2; "
+            f"set --sharding.no-replicate-{kind}"
+            for kind, is_asked in [
+                ("dense", sharding.replicate_dense),
+                ("experts", sharding.replicate_experts),
+            ]
+            if is_asked
+        ]
     chosen = config.layers_per_chunk
     if chosen is not None and (
         len(chosen) != num_chunks or min(chosen) < 1 or sum(chosen) != model.num_hidden_layers
