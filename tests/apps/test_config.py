@@ -21,6 +21,7 @@ from pith_apps.plan import Machine, describe_run
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
 from pith_apps.trainer import build_trainer
 from pith_engine.balance import BalanceConfig
+from pith_engine.fsdp import ShardingConfig
 from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import Mesh, MeshConfig
 from pith_engine.optim import OptimizerConfig
@@ -80,6 +81,30 @@ def test_meshes_that_do_not_fit(run, mesh, experts, world_size, named):
     found = "\n".join(violations(run, machine(world_size)))
     for text in named:
         assert text in found
+
+
+def test_replicas_are_printed_and_need_an_axis(run):
+    both = ShardingConfig(replicate_dense=True, replicate_experts=True)
+    alone = replace(run, sharding=both)
+    dense, experts = violations(alone, machine())
+    assert "mesh.dp 1 has no replicas" in dense and "--sharding.no-replicate-dense" in dense
+    assert "sharding.replicate_experts is True" in experts
+    for sharding, printed in [
+        (ShardingConfig(), "dense in 4 shard(s) over data; experts in 2 shard(s) over expert_data"),
+        (
+            ShardingConfig(replicate_dense=True),
+            "dense in 2 shard(s) over dense_shards, 2 replicas over dp; "
+            "experts in 2 shard(s) over expert_data",
+        ),
+        (
+            both,
+            "dense in 2 shard(s) over dense_shards, 2 replicas over dp; "
+            "experts in 1 shard(s) over cp, 2 replicas over dp",
+        ),
+    ]:
+        many = replace(run, mesh=MeshConfig(dp=2, ep=2), sharding=sharding)
+        assert violations(many, machine(4)) == []
+        assert f"\nsharding: {printed}\n" in describe_run(many, machine(4), 10_000)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 7])

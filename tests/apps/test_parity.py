@@ -289,10 +289,11 @@ def tied() -> RunConfig:
     [
         (replicated(dense=True, experts=False), ("dp2", "dp4", "pp2-dp2", "dp2-ep2")),
         (replicated(dense=True, experts=True), ("dp2", "pp2-dp2", "dp2-ep2")),
+        (replicated(dense=False, experts=True), ("dp2-ep2",)),
         (tied(), ("dp2", "ep2", "pp2", "pp2-ep2")),
         (replace(tied(), sharding=ShardingConfig(replicate_dense=True)), ("dp2-ep2", "pp2-dp2")),
     ],
-    ids=["hsdp", "replicated", "tied", "tied-hsdp"],
+    ids=["hsdp", "replicated", "experts", "tied", "tied-hsdp"],
 )
 def test_replicas_and_tied_embeddings_agree(
     gloo_pool: Any, config: RunConfig, labels: tuple[str, ...]

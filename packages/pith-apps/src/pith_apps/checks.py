@@ -261,13 +261,21 @@ def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> lis
     model = ("model.num_experts", "model.num_hidden_layers")
     if not _sound(own, "nproc", "mesh", "train.batch", "train.micro_batch", *model):
         return []
-    return mesh_violations(
+    found = mesh_violations(
         config.mesh,
         world_size=machine.world_size,
         num_experts=config.model.num_experts,
         num_layers=config.model.num_hidden_layers,
         num_micro_batches=config.num_micro_batches,
     )
+    sharding = config.sharding
+    kinds = [("dense", sharding.replicate_dense), ("experts", sharding.replicate_experts)]
+    return found + [
+        f"sharding.replicate_{kind} is True, but mesh.dp 1 has no replicas: allowed from 2; "
+        f"set --sharding.no-replicate-{kind}"
+        for kind, is_asked in kinds
+        if is_asked and config.mesh.dp == 1
+    ]
 
 
 def _batch_violations(config: RunConfig) -> list[str]:

@@ -99,7 +99,7 @@ def _sharding(config: RunConfig) -> str:
     mesh, parts = Mesh.plan(config.mesh, 0), []
     for kind, is_expert in (("dense", False), ("experts", True)):
         shards, replicas = shard_axes(mesh, config.sharding, is_expert=is_expert)
-        parts.append(f"{kind} over {shards.name} ({shards.size} shards)")
+        parts.append(f"{kind} in {shards.size} shard(s) over {shards.name}")
         if replicas.size > 1:
-            parts[-1] += f", replicated over {replicas.name} ({replicas.size} replicas)"
+            parts[-1] += f", {replicas.size} replicas over {replicas.name}"
     return "; ".join(parts)
