@@ -10,6 +10,7 @@ yet; whatever relates two fields to one another therefore stands here.
 
 import os
 import warnings
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,28 @@ FIXED_FIELDS = (
     "train.sequence_length:",
 )
 """Beginnings of the changes that a resumed run refuses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion:
+    """Two settings that do not go together; both are words of `_settings`."""
+
+    option: str
+    """What the run asks for, as the command line says it."""
+    excludes: str
+    """What it cannot be used with."""
+    reason: str
+    """Why, and what to use instead."""
+
+
+CAPABILITIES = (
+    Exclusion(
+        option="balance.method bias",
+        excludes="model_type qwen3_moe",
+        reason="its Hugging Face format has no place for the bias; use global-batch or sequence",
+    ),
+)
+"""Every pair that is refused by name: the documents' table, read by `step_violations`."""
 
 
 def check_run(config: RunConfig, machine: Machine) -> None:
@@ -65,6 +88,13 @@ def violations(config: RunConfig, machine: Machine) -> list[str]:
 def step_violations(config: RunConfig, machine: Machine) -> list[str]:
     """What keeps any step from being computed here, whatever the mesh and the data."""
     found = _range_violations(config) + _device_violations(config, machine)
+    found += config.balance.violations()
+    settings = _settings(config)
+    found += [
+        f"{row.option} with {row.excludes}: {row.reason}"
+        for row in CAPABILITIES
+        if settings[row.option] and settings[row.excludes]
+    ]
     try:
         chosen_attention(config)
     except ValueError as error:
@@ -147,6 +177,14 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
         elif before != after:
             found.append(f"{prefix}{name}: {before} -> {after}")
     return found
+
+
+def _settings(config: RunConfig) -> dict[str, bool]:
+    """Words of `CAPABILITIES`, and whether they hold for this run."""
+    return {
+        "balance.method bias": config.balance.method == "bias",
+        "model_type qwen3_moe": config.model.to_hf()["model_type"] == "qwen3_moe",
+    }
 
 
 def _device_violations(config: RunConfig, machine: Machine) -> list[str]:

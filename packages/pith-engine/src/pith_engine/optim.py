@@ -46,23 +46,23 @@ class AdamW:
     """The optimizer of one rank; `num_steps` counts updates, set it when resuming."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], config: AdamWConfig):
-        """Allocate both moments of every shard; a ValueError if two parameters have one name."""
+        """Allocate both moments of trained shards; a ValueError if two parameters have one name."""
         names = [parameter.name for parameter in parameters]
         if len(set(names)) < len(names):
             raise ValueError("optimizer: two parameters have one name")
         self.num_steps = 0
         self._config = config
-        self._parameters = list(parameters)
+        self._parameters = [parameter for parameter in parameters if parameter.role.is_trained]
         self._moments = {
             parameter.name: {
                 "exp_avg": torch.zeros_like(parameter.shard),
                 "exp_avg_sq": torch.zeros_like(parameter.shard),
             }
-            for parameter in parameters
+            for parameter in self._parameters
         }
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Stored name -> `exp_avg` and `exp_avg_sq`, the live tensors, shaped like the shard."""
+        """Stored name of what is trained -> `exp_avg` and `exp_avg_sq`, live, as the shard."""
         return self._moments
 
     @torch.no_grad()

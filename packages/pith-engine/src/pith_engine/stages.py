@@ -12,15 +12,15 @@ is a root, and a stage's backward is one `torch.autograd.backward(roots, gradien
 then hold the gradients that go on. So forward and backward of different micro-batches interleave in
 any order that overlap.py declares; `run_operations` is the one loop that executes such a list.
 
-Gradients are final: the loss root's is 1 / (global target count), the balance root's is
-coefficient / (global target count); nothing is rescaled afterwards.
+Gradients are final: those of the loss and balance roots, which hold their coefficients, are
+1 / (global target count); nothing is rescaled afterwards.
 
 The trap: an operation hands its result to one later operation, which may run on another stream.
 When the result may be dropped is part of the list (`Operation.frees`, proved by overlap.py), so no
 tensor that communication made may be kept past it: `open_metadata` copies.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,7 +37,12 @@ from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pith_engine.balance import BalanceConfig, expert_counts, sequence_balance
+from pith_engine.balance import (
+    BalanceConfig,
+    auxiliary_losses,
+    count_choices,
+    load_factors,
+)
 from pith_engine.contract import Batch, DecoderLayer, ModelChunk, Routing
 from pith_engine.expert_parallel import (
     Arrival,
@@ -111,7 +116,8 @@ class ChunkPass:
     """One micro-batch in one chunk: its stages' graphs, and the results on their way.
 
     `place` is (chunk, micro-batch), `hidden` the chunk's input `[T, H]` (None for the first chunk),
-    `loss_scale` the scalar 1 / (global target count), None for evaluation, which keeps no graph.
+    `loss_scale` the scalar 1 / (global target count), None for evaluation, which keeps no graph,
+    `previous_counts` as in `Pipeline.expert_counts`.
     """
 
     def __init__(
@@ -124,6 +130,7 @@ class ChunkPass:
         hidden: Tensor | None,
         balance: BalanceConfig,
         loss_scale: Tensor | None,
+        previous_counts: Mapping[int, Tensor] | None = None,
     ):
         self.chunk, self.batch, self.mesh, self.balance = chunk, batch, mesh, balance
         self.layers: list[DecoderLayer] = chunk.decoder_layers()
@@ -131,8 +138,13 @@ class ChunkPass:
         self.segments: dict[int, Segment] = {}
         self.expert_calls: dict[int, ExpertCall] = {}
         self.weight_grads = WeightGradQueue()
+        self.layer_numbers = [int(number) for number in chunk.layers]
+        self.previous_counts = previous_counts or {}
         self.expert_counts: list[Tensor] = []
-        self.balance_sum = batch.tokens.new_zeros((), dtype=torch.float64)
+        self.load_factors: dict[int, Tensor | None] = {}
+        """Of each layer's first forward, for one that is run again."""
+        self.auxiliary_sums = batch.tokens.new_zeros(2, dtype=torch.float64)
+        """Balance loss and z-loss."""
         self.loss_sum = batch.tokens.new_zeros((), dtype=torch.float64)
         self.output: Tensor | None = None
         self.output_grad: Tensor | None = None
@@ -156,7 +168,7 @@ class ChunkPass:
         if routing is None:
             return (tokens.detach(),)
         route = segment.route = route_tokens(routing, layer.num_local_experts, self.mesh.ep)
-        segment.roots += [_edge(root) for root in (routing.weights, *self._balance(routing))]
+        segment.roots += [_edge(root) for root in (routing.weights, *self._balance(index, routing))]
         return pack_tokens(tokens, route), pack_metadata(routing, route)
 
     def send_to_experts(
@@ -226,13 +238,16 @@ class ChunkPass:
                 del self.segments[index - 1]
         return [value.detach().requires_grad_(self.loss_scale is not None) for value in values]
 
-    def _balance(self, routing: Routing) -> list[Tensor]:
-        self.expert_counts.append(expert_counts(routing, self.batch))
-        if self.balance.method == "none":
-            return []
-        balance = sequence_balance(routing, self.batch)
-        self.balance_sum += balance.detach()
-        return [balance]
+    def _balance(self, index: int, routing: Routing) -> list[Tensor]:
+        """The balance root of a first forward, which counts; one run again has `load_factors`."""
+        method, previous = self.balance.method, self.previous_counts.get(self.layer_numbers[index])
+        counts = count_choices(routing, self.batch, method)
+        self.expert_counts.append(counts.sum(0))
+        factors = load_factors(method, counts, previous, self.mesh.cp)
+        self.load_factors[index] = factors
+        root, sums = auxiliary_losses(self.balance, routing, self.batch, factors)
+        self.auxiliary_sums += sums
+        return [] if root is None else [root]
 
     def _finish(self, hidden: Tensor, leaves: list[Tensor]) -> None:
         root = hidden
@@ -257,8 +272,7 @@ class ChunkPass:
             self.output_grad,
             sum_rank_weights(arrived[1], plan),
         ]
-        balance_grad = self.loss_scale * self.balance.coefficient
-        return gradients + [balance_grad] * (len(segment.roots) - len(gradients))
+        return gradients + [self.loss_scale] * (len(segment.roots) - len(gradients))
 
 
 def run_operations(

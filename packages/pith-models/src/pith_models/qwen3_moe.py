@@ -225,7 +225,7 @@ class Qwen3MoeSparseLayer(nn.Module):
         ids, weights, scores = softmax_topk(
             logits, config.num_experts_per_tok, config.norm_topk_prob
         )
-        routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids)
+        routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits)
         return tokens, residual, routing
 
     def experts(

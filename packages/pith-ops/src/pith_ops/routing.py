@@ -1,7 +1,7 @@
 """Top-k gates: which experts a token goes to, and with what weight.
 
     s = softmax(x W^T)            scores over all N experts
-    ids = the K largest           ties go to the lower expert id
+    ids = the K largest           ties go to the lower expert id; of s + bias, where there is one
     w = s[ids]                    or s[ids] / sum(s[ids]) with `normalise` (`norm_topk_prob`)
 
 Everything runs in the accumulation dtype, autocast or not: neighbouring experts often differ by
@@ -24,11 +24,14 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
         return functional.linear(x.to(dtype), weight.to(dtype))
 
 
-def softmax_topk(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_topk(
+    logits: Tensor, top_k: int, normalise: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the `top_k` experts of each token from `logits [T, N]`: `(ids, weights, scores)`.
 
-    ids int32 `[T, K]`, largest score first; weights `[T, K]` and scores `[T, N]`, differentiable,
-    in the accumulation dtype. A ValueError refuses a `top_k` outside 1..N.
+    ids int32 `[T, K]`, first choice first; weights `[T, K]` and scores `[T, N]`, differentiable,
+    in the accumulation dtype. `bias [N]` is added to the scores for the choice alone (arXiv
+    2408.15664). A ValueError refuses a `top_k` outside 1..N.
     """
     num_experts = logits.shape[1]
     if not 1 <= top_k <= num_experts:
@@ -36,7 +39,8 @@ def softmax_topk(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, T
     logits = logits.to(accumulation_dtype(logits.dtype))
     scores = logits.softmax(1)
     # Sorting logits, not scores: scores that underflow or round would tie where logits do not.
-    ids = logits.detach().sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    keys = logits.detach() if bias is None else scores.detach() + bias.detach()
+    ids = keys.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, ids)
     if normalise:
         weights = weights / weights.sum(1, keepdim=True)
