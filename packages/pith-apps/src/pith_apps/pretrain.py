@@ -112,6 +112,8 @@ def _start_line(config: RunConfig, resumed: Manifest | None) -> str:
     changed = changed_fields(resumed.run.get("config", {}), config_record(config))
     lines = [f"resumed at step {resumed.step} of {steps} from {folder}"]
     lines += [f"changed since that checkpoint: {change}" for change in changed]
+    if config.balance.method == "global-batch" and not resumed.run.get("expert_counts"):
+        lines.append("it holds no expert frequencies: the next step is balanced as the first")
     if resumed.step >= steps:
         lines.append("nothing is left to train; --train.steps prolongs the run")
     return "\n".join(lines)
