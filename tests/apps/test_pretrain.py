@@ -187,7 +187,7 @@ def test_evaluate_repeats_the_last_held_out_loss(folder):
 
 
 def test_frequencies_that_a_checkpoint_does_not_hold_are_missed(folder):
-    """`killed` shows that with them a run of `global-batch` balancing goes on as if uninterrupted."""
+    """With them a run of `global-batch` balancing ends as `whole`: that is shown by `killed`."""
     run = folder / "runs" / "forgotten"
     shutil.copytree(folder / "runs" / "whole", run)
     shutil.rmtree(run / "checkpoints" / "step-00000006")
@@ -195,7 +195,7 @@ def test_frequencies_that_a_checkpoint_does_not_hold_are_missed(folder):
     manifest = json.loads(saved.read_text())
     assert len(manifest["run"].pop("expert_counts")) > 1
     saved.write_text(json.dumps(manifest))
-    output = pith(folder, "pretrain", *SIX, "--name", "forgotten", "--train.steps", "5")
+    output = pith(folder, "pretrain", *TINY, "--name", "forgotten", "--train.steps", "5")
     assert "resumed at step 4 of 5" in output
     assert "it holds no expert frequencies" in output
     assert "it holds no expert frequencies" not in (folder / "whole.txt").read_text()
