@@ -1,7 +1,8 @@
 """A small model for engine tests: every stage of the contract, no attention kernel.
 
 `ToyChunk` mixes tokens causally with a running mean, routes with softmax top-k, and has a dense
-layer where asked. It is written with torch alone, so that the engine is tested without a model.
+layer where asked, or a bias that selects. Beside the router's operators it is torch alone, so that
+the engine is tested without a model.
 """
 
 import torch
