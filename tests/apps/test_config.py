@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pith_apps.checks import check_run, violations
+from pith_apps.checks import CAPABILITIES, check_run, violations
 from pith_apps.config import (
     CheckpointConfig,
     DataConfig,
@@ -368,6 +368,29 @@ def test_the_plan_says_when_a_run_ends_before_its_warmup(run):
         )
         assert "warmup of 10 steps to 0.001" in plan
         assert ("which this short run never reaches" in plan) == says
+
+
+def test_balancing_that_cannot_work_is_refused_by_name(run):
+    bad = BalanceConfig(coefficient=-1.0, z_coefficient=float("inf"), bias_rate=0.0)
+    found = violations(replace(run, balance=bad), machine())
+    names = [text.split()[0] for text in found]
+    assert names == ["balance.coefficient", "balance.z_coefficient", "balance.bias_rate"]
+    (found,) = violations(replace(run, balance=BalanceConfig(method="magic")), machine())
+    assert "'magic': allowed are none, micro-batch, sequence, global-batch, bias" in found
+    # Qwen3-MoE's Hugging Face format has no such tensor, so a run could not be exported.
+    (found,) = violations(replace(run, balance=BalanceConfig(method="bias")), machine())
+    assert found.startswith("balance.method bias with model_type qwen3_moe: its Hugging Face")
+    for method in ("none", "micro-batch", "sequence", "global-batch"):
+        assert violations(replace(run, balance=BalanceConfig(method=method)), machine()) == []
+
+
+def test_capabilities_are_written_in_words_that_the_validator_knows(run, monkeypatch):
+    """A misspelt row is an error, not a row that never holds."""
+    assert len(CAPABILITIES) >= 1
+    wrong = replace(CAPABILITIES[0], option="balance.method biased")
+    monkeypatch.setattr("pith_apps.checks.CAPABILITIES", (wrong,))
+    with pytest.raises(KeyError, match="biased"):
+        violations(run, machine())
 
 
 def test_a_configuration_is_plain_values():

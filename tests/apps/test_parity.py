@@ -250,6 +250,27 @@ def test_all_meshes_agree(gloo_pool: Any, dtype: str, limit: float) -> None:
         assert wrong_columns(row, limit) == []
 
 
+def parity_with(labels: tuple[str, ...], balance: BalanceConfig) -> tuple[bool, str]:
+    """Runs in every worker, in float64: as `parity`, with this balancing."""
+    meshes, output = tuple(parse_mesh(label) for label in labels), io.StringIO()
+    with contextlib.redirect_stdout(output):
+        agree = parity_worker(tiny(balance=balance), meshes, "fp64", CPU)
+    return agree, output.getvalue()
+
+
+@pytest.mark.parametrize("method", ["none", "micro-batch", "sequence", "global-batch"])
+def test_every_balancing_agrees(gloo_pool: Any, method: str) -> None:
+    balance = BalanceConfig(method=method, coefficient=0.05, z_coefficient=0.01)  # type: ignore
+    labels = ("ep2", "pp2-ep2", "dp2-ep2")
+    agree, table = gloo_pool.run(parity_with, labels, balance, timeout=180)[0]
+    assert agree, table
+    assert [wrong_columns(row, 1e-12) for row in rows(table).values()] == [[]] * 3
+    value = float(table.splitlines()[1].split("balance ")[1].split(",")[0])
+    assert value == 0 if method == "none" else value > 0.9
+    # The frequencies given for the step before are uneven, and nothing like those of this step.
+    assert method != "global-batch" or abs(value - 1) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("broken", "columns", "meshes"),
     [

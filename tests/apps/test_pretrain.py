@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pith_apps.cli import main
 from pith_apps.run_log import read_metrics
 
 RECIPE = ["qwen3-30b-a3b-tiny", "--lr.schedule", "constant", "--lr.decay-steps", "None"]
+RECIPE += ["--balance.method", "global-batch", "--balance.coefficient", "0.1"]
 TINY = [*RECIPE, "--mesh.ep", "1", "--checkpoint.interval", "2"]
 SIX = [*TINY, "--train.steps", "6"]
 FOUR_RANKS = [*RECIPE, "--mesh.pp", "2", "--mesh.ep", "2"]
@@ -208,6 +210,24 @@ def test_evaluate_repeats_the_last_held_out_loss(folder):
         if record.get("step") == 6 and "held_out_loss" in record
     )
     assert f"held-out loss {recorded:.6f} after step 6" in output
+
+
+def test_frequencies_that_a_checkpoint_does_not_hold_are_missed(folder):
+    """With them a run of `global-batch` balancing ends as `whole`: that is shown by `killed`."""
+    run = folder / "runs" / "forgotten"
+    shutil.copytree(folder / "runs" / "whole", run)
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    saved = run / "checkpoints" / "step-00000004" / "manifest.json"
+    manifest = json.loads(saved.read_text())
+    assert len(manifest["run"].pop("expert_counts")) > 1
+    saved.write_text(json.dumps(manifest))
+    output = pith(folder, "pretrain", *TINY, "--name", "forgotten", "--train.steps", "5")
+    assert "resumed at step 4 of 5" in output
+    assert "it holds no expert frequencies" in output
+    assert "it holds no expert frequencies" not in (folder / "whole.txt").read_text()
+    whole, found = steps_of(folder, "whole"), steps_of(folder, "forgotten")
+    assert found[:4] == whole[:4]
+    assert found[4] != whole[4]
 
 
 # Rank 1 fails in the third step: by an exception of its own, or by a gradient that is not finite.

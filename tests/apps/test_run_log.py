@@ -19,6 +19,7 @@ from pith_apps.run_log import (
     read_metrics,
     write_run_facts,
 )
+from pith_engine.pipeline import StepLosses
 
 CPU = torch.device("cpu")
 
@@ -29,10 +30,15 @@ def open_log(folder: Path, rank: int = 0, **changes: object) -> RunLog:
 
 
 def log_step(log: RunLog, **changes: float) -> None:
-    numbers: dict = {"loss": 2 / 3, "balance_loss": 1.0312345678901234, "max_load": 1.5}
-    numbers |= {"learning_rate": 1e-3 / 3, "grad_norm": math.pi, "num_tokens": 2048}
-    numbers |= {"num_targets": 2000, "peak_memory": 3 << 29}
-    log.log_step(**{**numbers, **changes})
+    numbers: dict = {"loss": 2 / 3, "balance": 1.0312345678901234, "num_targets": 2000}
+    numbers |= {"max_load": 1.5, "dead_experts": 3, "load_entropy": 0.96875}
+    log.log_step(
+        StepLosses(**{**numbers, **changes}),
+        learning_rate=1e-3 / 3,
+        grad_norm=math.pi,
+        num_tokens=2048,
+        peak_memory=3 << 29,
+    )
 
 
 def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,13 +48,14 @@ def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             time.sleep(0.2)
         time.sleep(0.1)
         log_step(log)
-        log_step(log, num_targets=0, max_load=None)
+        log_step(log, num_targets=0, max_load=0.0, dead_experts=0, load_entropy=0.0)
+        log_step(log, z_loss=5.25)
     lines = capsys.readouterr().out.splitlines()
     for part in [
         "step  1/10  ",
         "loss 0.6667",
         "balance 1.031",
-        "max-load 1.50",
+        "max-load 1.50  dead 3  entropy 0.969",
         "lr 3.33e-04",
         "grad norm 3.142",
         " tok/s  ",
@@ -58,10 +65,12 @@ def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "ETA 0:00:0",
     ]:
         assert part in lines[0], part
-    assert "max-load n/a" in lines[1]
+    assert "  max-load n/a  lr " in lines[1]
     assert lines[1].endswith("skipped 1")
+    assert "z " not in lines[0]
+    assert "balance 1.031  z 5.250  max-load" in lines[2]
 
-    first, second = [StepRecord(**record) for record in read_metrics(tmp_path)]  # type: ignore
+    first, second, third = [StepRecord(**record) for record in read_metrics(tmp_path)]  # type: ignore
     assert (first.loss, first.balance_loss, first.grad_norm) == (
         2 / 3,
         1.0312345678901234,
@@ -75,7 +84,9 @@ def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert first.tokens_per_second_per_rank == first.tokens_per_second / 4
     assert first.eta_seconds == pytest.approx(9 * first.step_seconds)
     assert (second.step, second.tokens_seen, second.num_skipped_steps) == (2, 2000, 1)
-    assert second.max_load is None
+    assert (first.max_load, first.dead_experts, first.load_entropy) == (1.5, 3, 0.96875)
+    assert (second.max_load, second.dead_experts, second.load_entropy) == (None, None, None)
+    assert (first.z_loss, third.z_loss) == (0.0, 5.25)
     assert second.eta_seconds == pytest.approx(8 * (first.step_seconds + second.step_seconds) / 2)
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from pith_engine.balance import BalanceConfig, sequence_balance
+from pith_engine.balance import BalanceConfig
 from pith_engine.contract import IGNORED_TARGET, plain_hidden
 from pith_engine.fsdp import canonical_blocks, shard_chunks
 from pith_engine.gradients import count_targets
@@ -19,7 +19,7 @@ from pith_engine.mesh import Mesh, parse_mesh
 from pith_engine.overlap import Recompute
 from pith_engine.pipeline import Pipeline
 from pith_engine.runtime import gather_objects
-from toy_model import HIDDEN, toy_batches, toy_chunks
+from toy_model import HIDDEN, plain_balance, toy_batches, toy_chunks
 
 NUM_BATCHES = 8
 COEFFICIENT = 0.1
@@ -60,7 +60,7 @@ def reference(layers_per_chunk, dense, dtype=torch.float64, *, only_first=False)
         loss = loss + chunks[-1].loss(states[-1][0], batch) / count
         for _, routing in states:
             if routing is not None:
-                balance = balance + sequence_balance(routing, batch) / count
+                balance = balance + plain_balance("sequence", routing, batch) / count
     (loss + COEFFICIENT * balance).backward()
     for unit in units:
         unit.reduce()

@@ -7,13 +7,13 @@ from typing import get_args
 
 import pytest
 import torch
-from pith_engine.balance import BalanceConfig, sequence_balance
+from pith_engine.balance import BalanceConfig
 from pith_engine.contract import plain_layer
 from pith_engine.mesh import Mesh
 from pith_engine.overlap import Recompute, interleave
 from pith_engine.stages import ChunkPass, Streams, run_operations
 from torch import nn
-from toy_model import EXPERTS, HIDDEN, TOP_K, ToyChunk, toy_batches
+from toy_model import EXPERTS, HIDDEN, TOP_K, ToyChunk, plain_balance, toy_batches
 
 CPU = torch.device("cpu")
 SCALE = torch.tensor(0.37, dtype=torch.float64)
@@ -49,7 +49,9 @@ def plain_step(chunk, batch, hidden=None, output_grad=None):
     state, balance = (chunk.embed(batch) if leaf is None else leaf), 0
     for layer in chunk.decoder_layers():
         state, routing = plain_layer(layer, state, batch)
-        balance = balance if routing is None else balance + sequence_balance(routing, batch)
+        balance = (
+            balance if routing is None else balance + plain_balance("sequence", routing, batch)
+        )
     root = chunk.loss(state, batch) * SCALE if chunk.is_last else (state * output_grad).sum()
     parameters = dict(chunk.named_parameters())
     wanted = list(parameters.values()) + ([] if leaf is None else [leaf])

@@ -13,6 +13,7 @@ of zero), so it is looked at only where `_sound` finds its fields in order.
 import os
 import sys
 import warnings
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,28 @@ FIXED_FIELDS = (
     "optim.method:",
 )
 """Beginnings of the changes that a resumed run refuses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion:
+    """Two settings that do not go together; both are words of `_settings`."""
+
+    option: str
+    """What the run asks for, as the command line says it."""
+    excludes: str
+    """What it cannot be used with."""
+    reason: str
+    """Why, and what to use instead."""
+
+
+CAPABILITIES = (
+    Exclusion(
+        option="balance.method bias",
+        excludes="model_type qwen3_moe",
+        reason="its Hugging Face format has no place for the bias; use global-batch or sequence",
+    ),
+)
+"""Every pair that is refused by name: the documents' table, read by `step_violations`."""
 
 
 def check_run(config: RunConfig, machine: Machine) -> None:
@@ -67,6 +90,12 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
     """What keeps any step from being computed here, whatever the mesh and the data."""
     own = own_violations(config)
     found = own + _model_violations(config, own)
+    settings = _settings(config)
+    found += [
+        f"{row.option} with {row.excludes}: {row.reason}"
+        for row in CAPABILITIES
+        if settings[row.option] and settings[row.excludes]
+    ]
     if _sound(own, "nproc", "mesh"):
         found += _device_violations(config, machine)
     if _sound(own, "model.head_dim"):
@@ -180,6 +209,14 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
         elif before != after:
             found.append(f"{prefix}{name}: {before} -> {after}")
     return found
+
+
+def _settings(config: RunConfig) -> dict[str, bool]:
+    """Words of `CAPABILITIES`, and whether they hold for this run."""
+    return {
+        "balance.method bias": config.balance.method == "bias",
+        "model_type qwen3_moe": config.model.to_hf()["model_type"] == "qwen3_moe",
+    }
 
 
 def _device_violations(config: RunConfig, machine: Machine) -> list[str]:

@@ -28,7 +28,7 @@ from hashlib import sha256
 from typing import Literal
 
 import torch
-from pith_engine.balance import sequence_balance
+from pith_engine.balance import balance_loss, count_choices, load_factors, router_z_loss
 from pith_engine.contract import IGNORED_TARGET, Batch, plain_hidden
 from pith_engine.fsdp import CanonicalBlock, canonical_blocks, cut_block
 from pith_engine.mesh import Mesh, MeshConfig, mesh_violations
@@ -186,11 +186,18 @@ def parity_sequences(config: RunConfig, num_sequences: int, device: torch.device
     return [_batch(tokens, row, length) for tokens, row in pairs]
 
 
+def uneven_counts(config: RunConfig) -> dict[str, list[int]]:
+    """For `Pipeline.restore_counts`: an uneven step before the compared one."""
+    layers, counts = config.model.num_hidden_layers, torch.arange(1, config.model.num_experts + 1)
+    return {str(layer): counts.roll(layer).tolist() for layer in range(layers)}
+
+
 def compute_reference(
     config: RunConfig, sequences: list[Batch], device: torch.device
 ) -> ParityReference:
     """One step of the whole batch in this process, with autograd alone."""
     trainer = build_trainer(config, Mesh.single(), device)
+    trainer.pipeline.restore_counts(uneven_counts(config))
     trainer.gather()
     chunks = list(trainer.pipeline.chunks.values())
     tokens = torch.cat([batch.tokens for batch in sequences])
@@ -198,15 +205,20 @@ def compute_reference(
     whole = _batch(tokens, targets, sequences[0].sequence_length)
     num_targets = int((targets != IGNORED_TARGET).sum())
     outputs = list(plain_hidden(chunks, whole))
-    balances = [
-        sequence_balance(routing, whole)
-        for _, routing in outputs
-        if routing is not None and config.balance.method != "none"
-    ]
     logits = chunks[-1].logits(outputs[-1][0])
     loss = cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum")
-    balance = torch.stack(balances).sum() if balances else torch.zeros_like(loss)
-    ((loss + config.balance.coefficient * balance) / num_targets).backward()
+    routings = {n: routing for n, (_, routing) in enumerate(outputs) if routing is not None}
+    balance, z_loss = torch.zeros_like(loss), torch.zeros_like(loss)
+    for layer, routing in routings.items():
+        # A micro-batch of `parity_sequences` is one sequence.
+        method = config.balance.method
+        method = "sequence" if method == "micro-batch" else method
+        counts, previous = count_choices(routing, whole, method), trainer.pipeline.expert_counts
+        factors = load_factors(method, counts, previous[layer], trainer.mesh.cp)
+        balance += balance_loss(routing, whole, factors) if factors is not None else 0.0
+        z_loss += router_z_loss(routing, whole)
+    terms = config.balance.coefficient * balance + config.balance.z_coefficient * z_loss
+    ((loss + terms) / num_targets).backward()
     for unit in trainer.units:
         unit.reduce()
     weights, gradients = _canonical(trainer)
@@ -215,7 +227,7 @@ def compute_reference(
         weights_sha256=_sha256(block.tensor for block in weights),
         gradients={block.name: block.tensor for block in gradients},
         loss=loss.item() / num_targets,
-        balance=balance.item() / (num_targets * max(1, len(balances))),
+        balance=balance.item() / (num_targets * max(1, len(routings))),
         norm=math.sqrt(sum(block.tensor.double().square().sum().item() for block in gradients)),
         num_targets=num_targets,
     )
@@ -230,6 +242,7 @@ def compare_mesh(
 ) -> ParityResult:
     """Run the step on `mesh`, which is that of `config` and all of whose ranks call this."""
     trainer = build_trainer(config, mesh, device)
+    trainer.pipeline.restore_counts(uneven_counts(config))
     weights, _ = _canonical(trainer)
     weights_equal = all(torch.equal(b.tensor, _block_of(reference.weights, b)) for b in weights)
     per_rank = len(sequences) // mesh.num_batch_ranks

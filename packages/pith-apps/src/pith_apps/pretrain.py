@@ -5,7 +5,7 @@ A step is short enough to be read whole (`_train_step`):
     1. this rank's micro-batches of the step; which samples they hold depends on the step alone
     2. gradients: gather, DualPipeV over the micro-batches, reduce, global norm   (trainer.py)
     3. a norm that is not finite ends the run before anything is updated
-    4. clip, learning rate of the step, AdamW or Muon on this rank's shards
+    4. clip, learning rate of the step, AdamW or Muon on this rank's shards, `bias` balancing
 
 Around it: a held-out evaluation and a checkpoint at their intervals and after the last step, one
 line a step. The same command again resumes: weights, moments, data position and learning rate all
@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from pith_engine.balance import update_balance_biases
 from pith_engine.checkpoint import (
     Manifest,
     find_checkpoint,
@@ -108,6 +109,7 @@ def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon) -> Man
     load_checkpoint(newest, trainer.parameters, state, mesh)
     # A step without targets updates nothing, so there may be fewer updates than steps.
     optimizer.num_steps = manifest.run.get("num_updates", optimizer.num_steps)
+    trainer.pipeline.restore_counts(manifest.run.get("expert_counts", {}))
     return manifest
 
 
@@ -121,6 +123,8 @@ def _start_line(config: RunConfig, resumed: Manifest | None) -> str:
     changed = changed_fields(resumed.run.get("config", {}), config_record(config))
     lines = [f"resumed at step {resumed.step} of {steps} from {folder}"]
     lines += [f"changed since that checkpoint: {change}" for change in changed]
+    if config.balance.method == "global-batch" and not resumed.run.get("expert_counts"):
+        lines.append("it holds no expert frequencies: the next step is balanced as the first")
     if resumed.step >= steps:
         lines.append("nothing is left to train; --train.steps prolongs the run")
     return "\n".join(lines)
@@ -166,14 +170,14 @@ def _train_step(
     if losses.num_targets:
         clip_gradients(parameters, norm, config.train.max_grad_norm)
         optimizer.step(rate)
+        if config.balance.method == "bias":
+            counts = trainer.pipeline.expert_counts
+            update_balance_biases(parameters, counts, config.balance.bias_rate)
     log.log_step(
-        loss=losses.loss,
-        balance_loss=losses.balance,
-        max_load=losses.max_load or None,
+        losses,
         learning_rate=rate,
         grad_norm=norm.item(),
         num_tokens=config.train.batch * config.train.sequence_length,
-        num_targets=losses.num_targets,
         # Read last: on a GPU its arrival means that the optimizer's kernels are done.
         peak_memory=_peak_memory(mesh, trainer.device),
     )
@@ -200,6 +204,7 @@ def _save(
         "corpus": corpus.meta.sha256,
         "tokens_seen": log.tokens_seen,
         "num_updates": optimizer.num_steps,
+        "expert_counts": trainer.pipeline.saved_counts(),
     }
     with log.elsewhere():
         path = save_checkpoint(

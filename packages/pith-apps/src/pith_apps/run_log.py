@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
+from pith_engine.pipeline import StepLosses
 from pith_ops.device import peak_flops
 
 if TYPE_CHECKING:
@@ -53,9 +54,15 @@ class StepRecord:
     loss: float
     """Token-weighted mean over all ranks, in nats."""
     balance_loss: float
-    """Balance loss without its coefficient; 1 is even."""
+    """Balance loss without its coefficient; 1 is even, 0 is a method without one."""
+    z_loss: float
+    """Router z-loss without its coefficient; 0 when it is off."""
     max_load: float | None
     """Tokens of the busiest expert over the mean, worst layer; None for a model without experts."""
+    dead_experts: int | None
+    """Experts without a token, over all layers; None likewise."""
+    load_entropy: float | None
+    """Entropy of the load from 0 to 1 (even), mean over layers; None likewise."""
     learning_rate: float
     """That the step used."""
     grad_norm: float
@@ -85,13 +92,17 @@ class StepRecord:
         """The step line of rank 0."""
         width = len(str(self.total_steps))
         unit = "GPU" if device_type == "cuda" else "process"
-        load = "n/a" if self.max_load is None else f"{self.max_load:.2f}"
+        loads = "max-load n/a"
+        if self.max_load is not None:
+            loads = f"max-load {self.max_load:.2f}  dead {self.dead_experts}  "
+            loads += f"entropy {self.load_entropy:.3f}"
         mfu = f"n/a ({self.mfu_unknown})" if self.mfu is None else f"{100 * self.mfu:.1f}%"
         parts = [
             f"step {self.step:>{width}}/{self.total_steps}",
             f"loss {self.loss:.4f}",
             f"balance {self.balance_loss:.3f}",
-            f"max-load {load}",
+            *([f"z {self.z_loss:.3f}"] if self.z_loss else []),
+            loads,
             f"lr {self.learning_rate:.2e}",
             f"grad norm {self.grad_norm:.3f}",
             f"{self.tokens_per_second:,.0f} tok/s",
@@ -174,27 +185,24 @@ class RunLog:
 
     def log_step(
         self,
+        losses: StepLosses,
         *,
-        loss: float,
-        balance_loss: float,
-        max_load: float | None,
         learning_rate: float,
         grad_norm: float,
         num_tokens: int,
-        num_targets: int,
         peak_memory: int,
     ) -> None:
         """End a step: take its time, and on rank 0 print and record it.
 
-        Arguments are as in `StepRecord`; `num_tokens` are the step's tokens over all ranks,
-        `num_targets` those that count: none means that the update was skipped.
+        Arguments are as in `StepRecord`; `num_tokens` are the step's tokens over all ranks. No
+        target means that the update was skipped.
         """
         now = time.perf_counter()
         seconds, self._last_end = now - self._last_end, now
         elsewhere, self._elsewhere = self._elsewhere, 0.0
         self.step += 1
-        self.tokens_seen += num_targets
-        self.num_skipped_steps += num_targets == 0
+        self.tokens_seen += losses.num_targets
+        self.num_skipped_steps += losses.num_targets == 0
         self._recent = [*self._recent, seconds][-ETA_STEPS:]
         if self.metrics is None:
             return
@@ -203,9 +211,12 @@ class RunLog:
         record = StepRecord(
             step=self.step,
             total_steps=self.total_steps,
-            loss=loss,
-            balance_loss=balance_loss,
-            max_load=max_load,
+            loss=losses.loss,
+            balance_loss=losses.balance,
+            z_loss=losses.z_loss,
+            max_load=losses.max_load if losses.max_load else None,
+            dead_experts=losses.dead_experts if losses.max_load else None,
+            load_entropy=losses.load_entropy if losses.max_load else None,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
             tokens_seen=self.tokens_seen,

@@ -355,7 +355,7 @@ def _blocks(
     for parameter in parameters:
         tensors = {"model": parameter.shard}
         if optimizer is not None:
-            for moment, tensor in moments[parameter.name].items():
+            for moment, tensor in moments.get(parameter.name, {}).items():
                 tensors[f"optimizer.{moment}"] = tensor
         for prefix, tensor in tensors.items():
             for block in canonical_blocks(parameter, tensor):

@@ -46,6 +46,8 @@ class Role(Enum):
     EXPERT_BIAS = "expert bias"
     SINK = "sink"
     CONV = "conv"
+    BALANCE_BIAS = "balance bias"
+    """Added to a router's scores for the choice alone; see `balance.py`."""
 
     @property
     def is_expert(self) -> bool:
@@ -55,7 +57,7 @@ class Role(Enum):
     @property
     def is_decayed(self) -> bool:
         """Whether weight decay applies: to matrices, the router's included."""
-        return self not in (Role.NORM, Role.BIAS, Role.EXPERT_BIAS, Role.SINK)
+        return self.is_trained and self not in (Role.NORM, Role.BIAS, Role.EXPERT_BIAS, Role.SINK)
 
     @property
     def uses_muon(self) -> bool:
@@ -65,7 +67,13 @@ class Role(Enum):
     @property
     def keeps_fp32(self) -> bool:
         """Whether the gathered copy stays in the master dtype instead of the compute dtype."""
-        return self in (Role.ROUTER, Role.BIAS, Role.EXPERT_BIAS, Role.SINK)
+        fp32_roles = (Role.ROUTER, Role.BIAS, Role.EXPERT_BIAS, Role.SINK, Role.BALANCE_BIAS)
+        return self in fp32_roles
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the optimizer moves it; the gradient of one that it does not move stays zero."""
+        return self is not Role.BALANCE_BIAS
 
 
 class DeclaredParameter(nn.Parameter):
@@ -127,6 +135,8 @@ class Routing:
     """`[T, N]` normalised scores over the router's own pool, differentiable: balance statistics."""
     chosen: Tensor
     """`[T, K]` int32 ids in the router's own pool; equals `expert_ids` when pool and experts do."""
+    logits: Tensor
+    """`[T, N]` what the scores were made from, differentiable: the router z-loss."""
 
 
 class DecoderLayer(Protocol):

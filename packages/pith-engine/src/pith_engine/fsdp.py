@@ -142,6 +142,7 @@ class Unit:
             full = nn.Parameter(slot.whole(slot.buffer))
             full.grad_dtype = master
             full.grad = slot.whole(self._full_grads[slot.grad_start :])
+            full.requires_grad_(declaration.role.is_trained)
             grad_column = slot.grad_start if alone else slot.column
             offsets, global_shape = [0] * len(slot.shape), list(slot.shape)
             offsets[slot.dim] = slot.bounds[self._axis.rank][0]

@@ -93,17 +93,17 @@ class AdamW:
     """The optimizer of one rank; `num_steps` counts updates, set it when resuming."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], config: OptimizerConfig):
-        """Allocate both moments of every shard; ValueErrors of `check_optimizer`."""
+        """Allocate both moments of trained shards; ValueErrors of `check_optimizer`."""
         check_optimizer(parameters, config)
         self.num_steps = 0
         self._config = config
-        self._parameters = list(parameters)
+        self._parameters = [parameter for parameter in parameters if parameter.role.is_trained]
         self._moments = {
             parameter.name: {
                 "exp_avg": torch.zeros_like(parameter.shard),
                 "exp_avg_sq": torch.zeros_like(parameter.shard),
             }
-            for parameter in parameters
+            for parameter in self._parameters
         }
 
     def groups(self) -> dict[str, list[ShardedParameter]]:
@@ -111,7 +111,7 @@ class AdamW:
         return {"adamw": self._parameters}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Stored name -> `exp_avg` and `exp_avg_sq`, the live tensors, shaped like the shard."""
+        """Stored name of what is trained -> `exp_avg` and `exp_avg_sq`, live, as the shard."""
         return self._moments
 
     @torch.no_grad()

@@ -18,8 +18,8 @@ that arrived, so no all-to-all is repeated; those of an inner segment are its le
 ids that the forward chose. Statistics are those of the first run. The last segment keeps its graph:
 its loss is fused and has no logits to save.
 
-Gradients are final: the loss root's is 1 / (global target count), the balance root's is
-coefficient / (global target count); nothing is rescaled afterwards.
+Gradients are final: those of the loss and balance roots, which hold their coefficients, are
+1 / (global target count); nothing is rescaled afterwards.
 
 The trap: an operation hands its result to one later operation, which may run on another stream.
 When the result may be dropped is part of the list (`Operation.frees`, proved by overlap.py), so no
@@ -27,7 +27,7 @@ tensor that communication made may be kept past it: `open_metadata` copies. Rows
 recomputation are the exception, and overlap.py proves when those may be dropped.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -44,7 +44,12 @@ from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pith_engine.balance import BalanceConfig, expert_counts, sequence_balance
+from pith_engine.balance import (
+    BalanceConfig,
+    auxiliary_losses,
+    count_choices,
+    load_factors,
+)
 from pith_engine.contract import Batch, DecoderLayer, ModelChunk, Routing
 from pith_engine.expert_parallel import (
     Arrival,
@@ -75,6 +80,8 @@ class Segment:
     """Where the segment's tokens go; None for a dense layer and in the last segment."""
     chosen: Tensor | None = None
     """`[T, K]` ids that the router chose, for a recomputation to choose them again."""
+    load_factors: Tensor | None = None
+    """Those of `balance.load_factors`, counted by the first run."""
 
 
 @dataclass(kw_only=True)
@@ -121,7 +128,8 @@ class ChunkPass:
 
     `place` is (chunk, micro-batch), `hidden` the chunk's input `[T, H]` (None for the first chunk),
     `loss_scale` the scalar 1 / (global target count), None for evaluation, which keeps no graph.
-    `recompute` names the stages that run again in the backward, whose list is made with it too.
+    `recompute` names the stages that run again in the backward, whose list is made with it too;
+    `previous_counts` as in `Pipeline.expert_counts`.
     """
 
     def __init__(
@@ -135,6 +143,7 @@ class ChunkPass:
         balance: BalanceConfig,
         loss_scale: Tensor | None,
         recompute: Recompute = "none",
+        previous_counts: Mapping[int, Tensor] | None = None,
     ):
         self.chunk, self.batch, self.mesh, self.balance = chunk, batch, mesh, balance
         self.layers: list[DecoderLayer] = chunk.decoder_layers()
@@ -145,8 +154,11 @@ class ChunkPass:
         self.kept_rows: dict[int, tuple[Tensor, Arrival | None]] = {}
         """What arrived at the experts of each layer that are to be recomputed."""
         self.weight_grads = WeightGradQueue()
+        self.layer_numbers = [int(number) for number in chunk.layers]
+        self.previous_counts = previous_counts or {}
         self.expert_counts: list[Tensor] = []
-        self.balance_sum = batch.tokens.new_zeros((), dtype=torch.float64)
+        self.auxiliary_sums = batch.tokens.new_zeros(2, dtype=torch.float64)
+        """Balance loss and z-loss."""
         self.loss_sum = batch.tokens.new_zeros((), dtype=torch.float64)
         self.output: Tensor | None = None
         self.output_grad: Tensor | None = None
@@ -161,14 +173,14 @@ class ChunkPass:
             self._finish(segment)
             return ()
         with self._graph(kept=self.recompute != "attention+experts"):
-            tokens, segment.residual, routing, balances = self._run_segment(index, segment)
+            tokens, segment.residual, routing = self._run_segment(index, segment)
         if routing is None:
             return (tokens.detach(),)
         segment.chosen = routing.chosen
         num_experts = self.layers[index].num_local_experts
         route = segment.route = route_tokens(routing, num_experts, self.mesh.ep)
         # After the host has waited for the counts, not before.
-        self._count(routing, balances)
+        self._count(index, segment, routing)
         return pack_tokens(tokens, route), pack_metadata(routing, route)
 
     def send_to_experts(
@@ -200,7 +212,10 @@ class ChunkPass:
 
     def recompute_segment(self, index: int) -> None:
         """Build the graph of an inner segment that ran without one."""
-        self._run_segment(index, self.segments[index])
+        segment = self.segments[index]
+        _, _, routing = self._run_segment(index, segment)
+        if routing is not None:
+            self._add_balance(segment, routing)
 
     def recompute_experts(self, index: int) -> None:
         """Build the graph of a layer's experts that ran without one; drops the rows kept for it."""
@@ -255,17 +270,14 @@ class ChunkPass:
             return self.layers[index - 1].aggregate(leaves[0], leaves[1])
         return leaves[0] if leaves else self.chunk.embed(self.batch)
 
-    def _run_segment(
-        self, index: int, segment: Segment
-    ) -> tuple[Tensor, Tensor, Routing | None, list[Tensor]]:
-        """From leaves to roots: tokens, residual, routing and balance losses."""
+    def _run_segment(self, index: int, segment: Segment) -> tuple[Tensor, Tensor, Routing | None]:
+        """From leaves to roots, balance excepted: tokens, residual, routing."""
         hidden = self._enter(index, segment.leaves)
         layer = self.layers[index]
         tokens, residual, routing = layer.attention(hidden, self.batch, segment.chosen)
-        balances = [] if routing is None else self._balance(routing)
         weights = [] if routing is None else [routing.weights]
-        segment.roots = [_edge(root) for root in (tokens, residual, *weights, *balances)]
-        return tokens, residual, routing, balances
+        segment.roots = [_edge(root) for root in (tokens, residual, *weights)]
+        return tokens, residual, routing
 
     def _run_experts(self, index: int, received: Tensor, arrival: Arrival | None) -> ExpertCall:
         rows = received if arrival is None else gather_rows(received, arrival.plan)
@@ -274,14 +286,20 @@ class ChunkPass:
         root = self.layers[index].experts(leaf, groups, self.weight_grads)
         return ExpertCall(leaf=leaf, root=root, arrival=arrival)
 
-    def _balance(self, routing: Routing) -> list[Tensor]:
-        """The balance root, if any; built again by a recomputation, so it counts nothing."""
-        return [] if self.balance.method == "none" else [sequence_balance(routing, self.batch)]
+    def _count(self, index: int, segment: Segment, routing: Routing) -> None:
+        """Statistics of a first run, and its balance root."""
+        method, previous = self.balance.method, self.previous_counts.get(self.layer_numbers[index])
+        counts = count_choices(routing, self.batch, method)
+        self.expert_counts.append(counts.sum(0))
+        segment.load_factors = load_factors(method, counts, previous, self.mesh.cp)
+        with self._graph(kept=self.recompute != "attention+experts"):
+            self.auxiliary_sums += self._add_balance(segment, routing)
 
-    def _count(self, routing: Routing, balances: list[Tensor]) -> None:
-        self.expert_counts.append(expert_counts(routing, self.batch))
-        for balance in balances:
-            self.balance_sum += balance.detach()
+    def _add_balance(self, segment: Segment, routing: Routing) -> Tensor:
+        """The balance root, if any, from the first run's load factors; returns its losses."""
+        root, losses = auxiliary_losses(self.balance, routing, self.batch, segment.load_factors)
+        segment.roots += [] if root is None else [_edge(root)]
+        return losses
 
     def _finish(self, segment: Segment) -> None:
         root = hidden = self._enter(len(self.layers), segment.leaves)
@@ -306,8 +324,7 @@ class ChunkPass:
             self.output_grad,
             sum_rank_weights(arrived[1], plan),
         ]
-        balance_grad = self.loss_scale * self.balance.coefficient
-        return gradients + [balance_grad] * (len(segment.roots) - len(gradients))
+        return gradients + [self.loss_scale] * (len(segment.roots) - len(gradients))
 
 
 def run_operations(

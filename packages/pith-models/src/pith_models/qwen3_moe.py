@@ -236,9 +236,9 @@ class Qwen3MoeSparseLayer(nn.Module):
         logits = router_logits(tokens, self.router)
         config = self.config
         ids, weights, scores = softmax_topk(
-            logits, config.num_experts_per_tok, config.norm_topk_prob, chosen
+            logits, config.num_experts_per_tok, config.norm_topk_prob, chosen=chosen
         )
-        routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids)
+        routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits)
         return tokens, residual, routing
 
     def experts(

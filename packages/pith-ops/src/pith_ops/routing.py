@@ -1,7 +1,7 @@
 """Top-k gates: which experts a token goes to, and with what weight.
 
     s = softmax(x W^T)            scores over all N experts
-    ids = the K largest           ties go to the lower expert id
+    ids = the K largest           ties go to the lower expert id; of s + bias, where there is one
     w = s[ids]                    or s[ids] / sum(s[ids]) with `normalise` (`norm_topk_prob`)
 
 Everything runs in the accumulation dtype, autocast or not: neighbouring experts often differ by
@@ -25,13 +25,19 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def softmax_topk(
-    logits: Tensor, top_k: int, normalise: bool, chosen: Tensor | None = None
+    logits: Tensor,
+    top_k: int,
+    normalise: bool,
+    *,
+    chosen: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the `top_k` experts of each token from `logits [T, N]`: `(ids, weights, scores)`.
 
-    ids int32 `[T, K]`, largest score first; weights `[T, K]` and scores `[T, N]`, differentiable,
-    in the accumulation dtype. `chosen` ids are taken as they are. A ValueError refuses a `top_k`
-    outside 1..N and `chosen` of another shape.
+    ids int32 `[T, K]`, first choice first; weights `[T, K]` and scores `[T, N]`, differentiable,
+    in the accumulation dtype. `bias [N]` is added to the scores for the choice alone (arXiv
+    2408.15664); `chosen` ids are taken as they are. A ValueError refuses a `top_k` outside 1..N and
+    `chosen` of another shape.
     """
     num_experts = logits.shape[1]
     if not 1 <= top_k <= num_experts:
@@ -40,7 +46,8 @@ def softmax_topk(
     scores = logits.softmax(1)
     if chosen is None:
         # Sorting logits, not scores: scores that underflow or round would tie where logits do not.
-        ids = logits.detach().sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+        keys = logits.detach() if bias is None else scores.detach() + bias.detach()
+        ids = keys.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
     elif chosen.shape != (len(logits), top_k):
         raise ValueError(f"chosen: {list(chosen.shape)} is not {[len(logits), top_k]}, [T, K]")
     else:
