@@ -155,7 +155,7 @@ def recomputed_step(recompute, *, num_layers, dense, dtype, defer_weights=False,
         side.weight_grads.flush()
         assert not side.segments and not side.expert_calls and not side.kept_rows
         counts += side.expert_counts
-        sums += [side.balance_sum, side.loss_sum]
+        sums += [side.auxiliary_sums, side.loss_sum]
     parameters = [*last.parameters(), *first.parameters()]
     gradients = [behind.input_grad, *(p.grad for p in parameters)]
     assert all(gradient.abs().max() > 0 for gradient in gradients)
