@@ -198,3 +198,35 @@ def test_limited_held_out_data_is_spread_evenly() -> None:
     assert len(batches) == 16
     with pytest.raises(ValueError, match="no target"):
         held_out(np.arange(1), Mesh.single())
+
+
+def test_cp_ranks_share_the_samples_of_a_step_and_cut_them_after_the_shift() -> None:
+    tokens = np.arange(2000, dtype=np.uint32)
+    (whole,) = meshes()
+    for step in (1, 3):
+        wanted = training_data(tokens, whole, sequence_length=12).micro_batches(step)
+        seen: list[list[tuple[int, int, int]]] = [[] for _ in wanted]
+        for mesh in meshes(dp=2, cp=3):
+            first = mesh.batch_rank * len(wanted) // 2
+            shards = training_data(tokens, mesh, sequence_length=12).micro_batches(step)
+            assert len(shards) == len(wanted) // 2
+            for number, shard in enumerate(shards):
+                assert shard.sequence_length == 4
+                assert shard.targets.tolist() == (shard.tokens + 1).tolist()
+                facts = zip(*(x.tolist() for x in (shard.tokens, shard.positions)), strict=True)
+                seen[first + number] += [(*fact, mesh.cp.rank) for fact in facts]
+        for batch, facts in zip(wanted, seen, strict=True):
+            assert [token for token, _, _ in sorted(facts)] == batch.tokens.tolist()
+            for _, position, rank in facts:
+                assert min(position // 2, 5 - position // 2) == rank
+
+
+def test_held_out_targets_are_counted_once_over_cp() -> None:
+    tokens = np.arange(60, dtype=np.uint32)
+    sizes = {"sequence_length": 8, "batch_size": 2, "micro_batch_size": 1, "vocab_size": 100}
+    counted: list[int] = []
+    for mesh in meshes(cp=2):
+        for batches in held_out_batches(tokens, mesh, device=CPU, **sizes):
+            for batch in batches:
+                counted += batch.targets[batch.targets != IGNORED_TARGET].tolist()
+    assert sorted(counted) == list(range(1, 60))

@@ -99,7 +99,7 @@ def test_labels():
 
 
 def test_violations_come_together_with_valid_values():
-    model = {"num_experts": 6, "num_layers": 4, "num_micro_batches": 8}
+    model = {"num_experts": 6, "num_layers": 4, "num_micro_batches": 8, "sequence_length": 9}
     wrong = mesh_violations(MeshConfig(pp=4, ep=4), world_size=4, **model)
     assert len(wrong) == 4
     world, experts, layers, batches = wrong
@@ -108,16 +108,27 @@ def test_violations_come_together_with_valid_values():
     assert "at most 2" in layers
     assert "multiple of 4 that is at least 32" in batches
     assert mesh_violations(MeshConfig(pp=2, ep=2), world_size=4, **model) == []
-    dense = mesh_violations(
-        MeshConfig(ep=2), world_size=2, num_experts=0, num_layers=4, num_micro_batches=4
-    )
+    dense = mesh_violations(MeshConfig(ep=2), world_size=2, **model | {"num_experts": 0})
     assert dense == ["mesh.ep = 2: the model has no experts; use 1"]
 
 
+def test_a_sequence_that_cp_does_not_cut_evenly():
+    model = {"num_experts": 6, "num_layers": 4, "num_micro_batches": 8}
+    for length, valid in ((2999, "2992, 3000"), (3, "8"), (3001, "3000, 3008")):
+        (wrong,) = mesh_violations(MeshConfig(cp=4), world_size=4, sequence_length=length, **model)
+        assert wrong.endswith(f"train.sequence_length {length}; nearest valid lengths: {valid}")
+        assert "2 x cp = 8" in wrong
+    assert mesh_violations(MeshConfig(cp=4), world_size=4, sequence_length=3000, **model) == []
+
+
 def test_feasible_meshes_have_no_violation():
-    model = {"num_experts": 8, "num_layers": 6, "num_micro_batches": 24}
+    model = {"num_experts": 8, "num_layers": 6, "num_micro_batches": 24, "sequence_length": 9}
     meshes = feasible_meshes(6, **model)
     assert {m.label for m in meshes} == {"dp6", "dp3-ep2", "pp2-dp3", "pp3-dp2", "pp3-ep2"}
+    model["sequence_length"] = 12
+    meshes = feasible_meshes(6, **model)
+    shared = {m.label for m in meshes if m.cp > 1}
+    assert shared == {"cp6", "dp3-cp2", "dp2-cp3", "cp3-ep2", "pp3-cp2", "pp2-cp3"}
     for mesh in meshes:
         assert mesh_violations(mesh, world_size=6, **model) == []
 

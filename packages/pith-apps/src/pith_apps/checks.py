@@ -296,7 +296,8 @@ def _place_violations(config: RunConfig) -> list[str]:
 def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> list[str]:
     """A mesh that fits neither the processes nor the model."""
     model = ("model.num_experts", "model.num_hidden_layers")
-    if not _sound(own, "nproc", "mesh", "train.batch", "train.micro_batch", *model):
+    train = ("train.batch", "train.micro_batch", "train.sequence_length")
+    if not _sound(own, "nproc", "mesh", *train, *model):
         return []
     found = mesh_violations(
         config.mesh,
@@ -304,6 +305,7 @@ def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> lis
         num_experts=config.model.num_experts,
         num_layers=config.model.num_hidden_layers,
         num_micro_batches=config.num_micro_batches,
+        sequence_length=config.train.sequence_length,
     )
     sharding = config.sharding
     kinds = [("dense", sharding.replicate_dense), ("experts", sharding.replicate_experts)]

@@ -9,7 +9,8 @@ than S + 1 ids is dropped.
     the sample read at that place = permutation(place; seed, epoch)
 
 with B samples in a step over all ranks, in M = B / b micro-batches of b. Batch rank d of n runs
-micro-batches `d * M / n .. (d + 1) * M / n - 1`: another mesh sees the same samples in a step.
+micro-batches `d * M / n .. (d + 1) * M / n - 1`: another mesh sees the same samples in a step. The
+cp ranks of a batch rank read the same samples and keep their blocks of each.
 
 The permutation is a Feistel network over the smallest even number of bits that covers the epoch,
 applied again while the result falls outside it (cycle walking; Black and Rogaway, CT-RSA 2002): no
@@ -24,8 +25,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy
 import torch
+from pith_engine.context_parallel import shard_batch
 from pith_engine.contract import IGNORED_TARGET, Batch
-from pith_engine.mesh import Mesh
+from pith_engine.mesh import Axis, Mesh
 from torch import Tensor
 
 NUM_ROUNDS = 6
@@ -55,7 +57,7 @@ class TrainingData:
             ValueError: `batch_size` does not divide over the batch ranks' micro-batches, or the
                 corpus has fewer samples than one step.
         """
-        self.tokens, self.device, self.seed = tokens, device, seed
+        self.tokens, self.device, self.seed, self.cp = tokens, device, seed, mesh.cp
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.num_samples = num_samples(len(tokens), sequence_length)
@@ -77,7 +79,7 @@ class TrainingData:
         if self.device.type == "cuda":
             # Here and not in the reader: its thread would open a context on GPU 0 in every rank.
             rows = rows.pin_memory()
-        return _batches_of(rows.to(self.device, non_blocking=True))
+        return _batches_of(rows.to(self.device, non_blocking=True), self.cp)
 
     def _read(self, step: int) -> Tensor:
         samples = []
@@ -118,7 +120,8 @@ def held_out_batches(
     for first in range(0, count, batch_size):
         samples = chosen[first : first + batch_size] + [total] * (first + batch_size - count)
         local = [samples[m * micro_batch_size : (m + 1) * micro_batch_size] for m in micro_batches]
-        yield _batches_of(_read_rows(tokens, local, sequence_length, vocab_size).to(device))
+        rows = _read_rows(tokens, local, sequence_length, vocab_size)
+        yield _batches_of(rows.to(device), mesh.cp)
 
 
 def too_few_samples(num_tokens: int, sequence_length: int, batch_size: int) -> str:
@@ -189,11 +192,11 @@ def _read_rows(
     return torch.from_numpy(rows)
 
 
-def _batches_of(rows: Tensor) -> list[Batch]:
-    """`[m, b, S + 1]` int64 on the device -> m micro-batches."""
+def _batches_of(rows: Tensor, cp: Axis) -> list[Batch]:
+    """`[m, b, S + 1]` int64 on the device -> this rank's part of m micro-batches."""
     _, size, width = rows.shape
     positions = torch.arange(width - 1, device=rows.device).repeat(size)
-    return [
+    wholes = [
         Batch(
             tokens=row[:, :-1].clamp(min=0).flatten(),
             targets=row[:, 1:].flatten(),
@@ -202,3 +205,4 @@ def _batches_of(rows: Tensor) -> list[Batch]:
         )
         for row in rows
     ]
+    return [shard_batch(whole, cp) for whole in wholes]

@@ -29,6 +29,7 @@ from typing import Literal
 
 import torch
 from pith_engine.balance import balance_loss, count_choices, load_factors, router_z_loss
+from pith_engine.context_parallel import shard_batch
 from pith_engine.contract import IGNORED_TARGET, Batch, plain_hidden
 from pith_engine.fsdp import CanonicalBlock, canonical_blocks, cut_block
 from pith_engine.mesh import Mesh, MeshConfig, mesh_violations
@@ -119,6 +120,7 @@ def check_parity(
             num_experts=config.model.num_experts,
             num_layers=config.model.num_hidden_layers,
             num_micro_batches=num_parity_sequences(meshes),
+            sequence_length=config.train.sequence_length,
         )
     ]
     least = max((mesh.world_size for mesh in meshes), default=1)
@@ -246,19 +248,20 @@ def compare_mesh(
     weights, _ = _canonical(trainer)
     weights_equal = all(torch.equal(b.tensor, _block_of(reference.weights, b)) for b in weights)
     per_rank = len(sequences) // mesh.num_batch_ranks
-    batches = sequences[mesh.batch_rank * per_rank : (mesh.batch_rank + 1) * per_rank]
+    mine = sequences[mesh.batch_rank * per_rank : (mesh.batch_rank + 1) * per_rank]
+    batches = [shard_batch(batch, mesh.cp) for batch in mine]
     start = time.perf_counter()
     losses, norm = step_gradients(trainer, batches)
     norm_value = norm.item()
     seconds = time.perf_counter() - start
 
-    mine = {
+    compared = {
         (b.name, b.offsets): (*_compare_block(b, reference), p.replicas.size, _sha256([b.tensor]))
         for p in trainer.parameters
         for b in canonical_blocks(p, p.grad)
         if b.tensor.numel()
     }
-    facts = gather_objects((weights_equal, reference.weights_sha256, mine), mesh.world)
+    facts = gather_objects((weights_equal, reference.weights_sha256, compared), mesh.world)
     sizes = dict.fromkeys(reference.gradients, 0)
     differences = dict.fromkeys(reference.gradients, 0.0)
     for name, offsets in {place for _, _, compared in facts for place in compared}:

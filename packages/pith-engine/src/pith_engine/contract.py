@@ -104,7 +104,10 @@ def declare(
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch as one rank sees it: `T = num_sequences * sequence_length` tokens."""
+    """One micro-batch as one rank sees it: `T = num_sequences * sequence_length` tokens.
+
+    Whole, or this cp rank's part of every sequence (`shard_batch`).
+    """
 
     tokens: Tensor
     """`[T]` int64 token ids."""
@@ -113,9 +116,10 @@ class Batch:
     positions: Tensor
     """`[T]` int64 positions for the rotary embedding, from 0 in each sequence or document."""
     sequence_length: int
-    """Tokens of a sequence; attention does not cross sequences."""
+    """Tokens of a sequence on this rank; attention does not cross sequences."""
     documents: Tensor | None = None
-    """`[D + 1]` int32 offsets of packed documents in `T`, or None: one document a sequence."""
+    """`[D + 1]` int32 offsets of packed documents in the `T * cp` tokens of the whole, or None: one
+    document a sequence."""
 
     @property
     def num_sequences(self) -> int:

@@ -196,13 +196,15 @@ def mesh_violations(
     num_experts: int,
     num_layers: int,
     num_micro_batches: int,
+    sequence_length: int,
 ) -> list[str]:
     """One line for each thing that keeps this mesh from training this model, with valid values.
 
     `num_experts` (0: dense) are those of a layer, `num_micro_batches` those of a step over all
     ranks; `world_size` processes run. All axes have ranks.
     """
-    wrong = _model_violations(config, num_experts, num_layers, num_micro_batches)
+    model = (num_experts, num_layers, num_micro_batches, sequence_length)
+    wrong = _model_violations(config, *model)
     if config.world_size == world_size:
         return wrong
     sizes = " x ".join(f"{n} {s}" for n, s in zip(AXIS_NAMES, config.sizes, strict=True))
@@ -211,6 +213,7 @@ def mesh_violations(
         num_experts=num_experts,
         num_layers=num_layers,
         num_micro_batches=num_micro_batches,
+        sequence_length=sequence_length,
     )
     first = (
         f"mesh: {sizes} = {config.world_size} processes, but {world_size} run; "
@@ -220,25 +223,40 @@ def mesh_violations(
 
 
 def feasible_meshes(
-    world_size: int, *, num_experts: int, num_layers: int, num_micro_batches: int
+    world_size: int,
+    *,
+    num_experts: int,
+    num_layers: int,
+    num_micro_batches: int,
+    sequence_length: int,
 ) -> list[MeshConfig]:
     """All meshes of `world_size` processes that can train the model; arguments as above."""
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
     meshes = [
-        MeshConfig(pp=pp, dp=world_size // (pp * ep), ep=ep)
-        for pp, ep in product(sizes, sizes)
-        if world_size % (pp * ep) == 0
+        MeshConfig(pp=pp, dp=world_size // (pp * cp * ep), cp=cp, ep=ep)
+        for pp, cp, ep in product(sizes, sizes, sizes)
+        if world_size % (pp * cp * ep) == 0
     ]
-    model = (num_experts, num_layers, num_micro_batches)
+    model = (num_experts, num_layers, num_micro_batches, sequence_length)
     return [mesh for mesh in meshes if not _model_violations(mesh, *model)]
 
 
 def _model_violations(
-    config: MeshConfig, num_experts: int, num_layers: int, num_micro_batches: int
+    config: MeshConfig,
+    num_experts: int,
+    num_layers: int,
+    num_micro_batches: int,
+    sequence_length: int,
 ) -> list[str]:
     wrong = []
-    if config.cp > 1:
-        wrong.append(f"mesh.cp = {config.cp}: sequences are not shared between ranks; use 1")
+    num_blocks = 2 * config.cp if config.cp > 1 else 1
+    if sequence_length % num_blocks:
+        below = sequence_length // num_blocks * num_blocks
+        valid = ", ".join(str(n) for n in (below, below + num_blocks) if n > 0)
+        wrong.append(
+            f"mesh.cp = {config.cp} cuts a sequence into 2 x cp = {num_blocks} blocks, which does "
+            f"not divide train.sequence_length {sequence_length}; nearest valid lengths: {valid}"
+        )
     if num_experts == 0 and config.ep > 1:
         wrong.append(f"mesh.ep = {config.ep}: the model has no experts; use 1")
     if num_experts % config.ep:

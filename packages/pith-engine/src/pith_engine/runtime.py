@@ -138,9 +138,11 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
         ones = torch.ones(axis.size, device=device)
         all_to_all(torch.empty_like(ones), ones, [1] * axis.size, [1] * axis.size, axis)
     neighbours = [r for r in (mesh.pp.rank - 1, mesh.pp.rank + 1) if 0 <= r < mesh.pp.size]
-    sends = [(torch.zeros(1, device=device), peer) for peer in neighbours]
-    receives = [(torch.zeros(1, device=device), peer) for peer in neighbours]
-    exchange(sends, receives, mesh.pp).wait_sends()
+    others = [r for r in range(mesh.cp.size) if r != mesh.cp.rank]
+    for axis, peers in ((mesh.pp, neighbours), (mesh.cp, others)):
+        sends = [(torch.zeros(1, device=device), peer) for peer in peers]
+        receives = [(torch.zeros(1, device=device), peer) for peer in peers]
+        exchange(sends, receives, axis).wait_sends()
 
 
 def set_seeds(seed: int) -> None:

@@ -86,6 +86,7 @@ def build_chunks(
                         layers,
                         num_local_experts=config.num_experts // mesh.ep.size,
                         attention_backend=attention_backend,
+                        cp=mesh.cp,
                         is_first=chunk == 0,
                         is_last=chunk == num_chunks - 1,
                         tied_embedding=chunks[0].get_parameter("embedding") if tied else None,

@@ -17,9 +17,11 @@ The trap: `head_dim` need not be `hidden_size / num_attention_heads` (Qwen3-30B-
 from dataclasses import asdict, dataclass, fields
 from math import inf
 
+from pith_engine.context_parallel import context_attention
 from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, Role, Routing, declare
+from pith_engine.mesh import Axis
 from pith_engine.violations import raise_violations, type_violations
-from pith_ops.attention import AttentionBackend, attention
+from pith_ops.attention import AttentionBackend
 from pith_ops.cross_entropy import linear_cross_entropy
 from pith_ops.device import accumulation_dtype
 from pith_ops.grouped_linear import Groups, grouped_linear
@@ -173,9 +175,9 @@ class Qwen3MoeConfig:
 class Qwen3MoeAttention(nn.Module):
     """Causal grouped-query attention with norms on q and k, its input norm and its residual."""
 
-    def __init__(self, config: Qwen3MoeConfig, backend: AttentionBackend):
+    def __init__(self, config: Qwen3MoeConfig, backend: AttentionBackend, cp: Axis):
         super().__init__()
-        self.config, self.backend = config, backend
+        self.config, self.backend, self.cp = config, backend, cp
         H, D, std = config.hidden_size, config.head_dim, config.initializer_range
         q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
         self.norm = declare((H,), Role.NORM)
@@ -195,33 +197,28 @@ class Qwen3MoeAttention(nn.Module):
         # 1. Project, and normalise q and k per head.
         query = rms_norm(linear(normed, self.q_proj).view(heads), self.q_norm, eps)
         key = rms_norm(linear(normed, self.k_proj).view(heads), self.k_norm, eps)
-        value = linear(normed, self.v_proj)
+        value = linear(normed, self.v_proj).view(heads)
         # 2. Rotate q and k by their positions.
         wide = accumulation_dtype(hidden.dtype)
         frequencies = rope_frequencies(D, config.rope_theta, dtype=wide, device=hidden.device)
         cos, sin = rope_table(batch.positions, frequencies)
         query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         # 3. Attend within each sequence, project back, add the residual.
-        sequences = (batch.num_sequences, batch.sequence_length, -1, D)
-        out, _ = attention(
-            query.view(sequences),
-            key.view(sequences),
-            value.view(sequences),
-            documents=batch.documents,
-            backend=self.backend,
-        )
-        return hidden + linear(out.reshape(hidden.shape[0], -1), self.o_proj)
+        out = context_attention(query, key, value, batch, self.cp, backend=self.backend)
+        return hidden + linear(out.flatten(1), self.o_proj)
 
 
 class Qwen3MoeSparseLayer(nn.Module):
     """A decoder layer whose tokens go to K of the experts; implements `DecoderLayer`."""
 
-    def __init__(self, config: Qwen3MoeConfig, num_local_experts: int, backend: AttentionBackend):
+    def __init__(
+        self, config: Qwen3MoeConfig, num_local_experts: int, backend: AttentionBackend, cp: Axis
+    ):
         super().__init__()
         self.config, self.num_local_experts = config, num_local_experts
         H, I, E = config.hidden_size, config.moe_intermediate_size, num_local_experts
         std, parts = config.initializer_range, ("experts_gate_proj", "experts_up_proj")
-        self.self_attention = Qwen3MoeAttention(config, backend)
+        self.self_attention = Qwen3MoeAttention(config, backend, cp)
         self.mlp_norm = declare((H,), Role.NORM)
         self.router = declare((config.num_experts, H), Role.ROUTER, std=std)
         self.experts_gate_up = declare((E, 2 * I, H), Role.EXPERT_MATRIX, std=std, parts=parts)
@@ -259,11 +256,11 @@ class Qwen3MoeDenseLayer(nn.Module):
 
     num_local_experts = 0
 
-    def __init__(self, config: Qwen3MoeConfig, backend: AttentionBackend):
+    def __init__(self, config: Qwen3MoeConfig, backend: AttentionBackend, cp: Axis):
         super().__init__()
         self.config = config
         H, I, std = config.hidden_size, config.intermediate_size, config.initializer_range
-        self.self_attention = Qwen3MoeAttention(config, backend)
+        self.self_attention = Qwen3MoeAttention(config, backend, cp)
         self.mlp_norm = declare((H,), Role.NORM)
         parts = ("mlp_gate_proj", "mlp_up_proj")
         self.mlp_gate_up = declare((2 * I, H), Role.MATRIX, std=std, parts=parts)
@@ -301,6 +298,7 @@ class Qwen3MoeChunk(ModelChunk):
         *,
         num_local_experts: int,
         attention_backend: AttentionBackend,
+        cp: Axis,
         is_first: bool,
         is_last: bool,
         tied_embedding: Tensor | None,
@@ -312,9 +310,9 @@ class Qwen3MoeChunk(ModelChunk):
             self.embedding = declare((V, H), Role.EMBEDDING, std=std)
         for layer in layers:
             self.layers[str(layer)] = (
-                Qwen3MoeSparseLayer(config, num_local_experts, attention_backend)
+                Qwen3MoeSparseLayer(config, num_local_experts, attention_backend, cp)
                 if config.is_sparse(layer)
-                else Qwen3MoeDenseLayer(config, attention_backend)
+                else Qwen3MoeDenseLayer(config, attention_backend, cp)
             )
         if is_last:
             self.final_norm = declare((H,), Role.NORM)

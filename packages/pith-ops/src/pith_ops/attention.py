@@ -3,13 +3,15 @@
 Per query head h, with g = h // (Hq / Hkv) the key/value head it shares:
 
     s[i, j] = scale * q[i, h] . k[j, g]      -inf where i must not see j
-    lse[i]  = log(sum over j of exp(s[i, j]))
+    lse[i]  = log(sum over j of exp(s[i, j]), plus exp(sink[h]) where heads have sinks)
     out[i]  = sum over j of exp(s[i, j] - lse[i]) * v[j, g]
+    ds      = exp(s - lse) * (dout . v' - delta),   delta[i] = dout[i] . out[i]
 
-The LSE merges partial results over blocks of keys (ring attention); torch's public operator does
-not return it, those below it do. Causal masks align at the bottom right: of S queries and K keys,
-query i sees keys 0 .. i + K - S; one that sees none gives 0 and LSE -inf. Documents cut further:
-attention crosses neither a document nor a sequence.
+The LSE merges partial results over blocks of keys; torch's public operator does not return it,
+those below it do. The last formula is all of a backward, and needs of the forward only out and lse:
+given those of *all* keys, `attention_backward` over some keys yields their share of the gradients.
+Ring attention and sinks rest on that. `Visibility` says what a query sees; one that sees nothing
+gives 0 and LSE -inf.
 
 `REFERENCE` is plain torch and holds all S x K scores; `FLASH` is torch's FlashAttention-2 (Dao
 2023, arXiv 2307.08691) on CUDA and its counterpart on CPUs; `CUDNN` is cuDNN's on CUDA.
@@ -19,6 +21,7 @@ CPU operator align the mask at the top left; a query without keys gets +inf, -in
 cuDNN fills fp32 outputs with NaN (seen on an H200 and a CPU). Hence `ATTENTION_TABLE`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -39,6 +42,30 @@ class AttentionBackend(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Visibility:
+    """Which of K keys each of S queries sees.
+
+    Masks align at the bottom right: key j is `(i - S) - (j - K)` places before query i. With
+    `offsets`, S and K are the lengths of the segments of i and j, and i and j count from there.
+    """
+
+    causal: bool = True
+    """Whether a query sees no key after itself."""
+    window: int | None = None
+    """A query sees itself and the `window - 1` keys before it; None for all."""
+    offsets: tuple[Tensor, Tensor] | None = None
+    """`[N + 1]` int32 each, ascending from 0 to `B * S` and `B * K`: queries of segment n see keys
+    of segment n alone; None for one segment a sequence."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise ValueError(
+                f"attention window {self.window}, causal {self.causal}: a window is at least 1 and "
+                "causal; None for no window"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionCapability:
     """What one backend can do on one kind of device."""
 
@@ -56,8 +83,10 @@ class AttentionCapability:
     """Whether values may have another head dim than queries and keys."""
     packed: bool = True
     """Whether it takes document offsets."""
+    window: bool = True
+    """Whether it takes a sliding window."""
     other_lengths: bool = True
-    """Whether there may be more keys than queries."""
+    """Whether a causal call may have more keys than queries."""
     deterministic: bool = True
     """Whether two backwards agree bit for bit; flash on CUDA only under
     `torch.use_deterministic_algorithms`."""
@@ -76,6 +105,7 @@ ATTENTION_TABLE: tuple[AttentionCapability, ...] = (
             head_dim_multiple=8,
             other_value_dim=True,
             packed=False,
+            window=False,
             other_lengths=False,
             deterministic=False,
         )
@@ -107,16 +137,26 @@ def choose_attention_backend(
     value_dim: int,
     packed: bool,
     *,
+    window: bool = False,
     deterministic: bool = False,
 ) -> AttentionBackend:
     """Turn "auto" or a backend's name into a backend that can do the job, before a model is built.
 
-    `packed`: document offsets will be passed; `deterministic`: refuse a backend whose backward
-    differs from run to run. A ValueError says what is missing and which backends can.
+    `packed`: document offsets will be passed; `window`: a sliding window, over more keys than
+    queries if cp > 1; `deterministic`: refuse a backend whose backward differs from run to run. A
+    ValueError says what is missing and which backends can.
     """
     violations = {
         backend.value: attention_violations(
-            backend, device, dtype, head_dim, value_dim, packed=packed, deterministic=deterministic
+            backend,
+            device,
+            dtype,
+            head_dim,
+            value_dim,
+            packed=packed,
+            window=window,
+            other_lengths=window,
+            deterministic=deterministic,
         )
         for backend in AttentionBackend
     }
@@ -143,12 +183,14 @@ def attention_violations(
     value_dim: int,
     *,
     packed: bool = False,
+    window: bool = False,
     other_lengths: bool = False,
     deterministic: bool = False,
 ) -> list[str]:
     """Everything that keeps `backend` from doing the job, in words; empty if it can.
 
-    The flags ask for document offsets, more keys than queries, and bit-equal repeated runs.
+    The flags ask for document offsets, a sliding window, more keys than queries in a causal call,
+    and bit-equal repeated runs.
     """
     if backend is AttentionBackend.REFERENCE:
         return []
@@ -169,6 +211,8 @@ def attention_violations(
         violations.append(f"value_dim {value_dim} differs from head_dim {head_dim}")
     if packed and not row.packed:
         violations.append("it takes no document offsets")
+    if window and not row.window:
+        violations.append("it takes no sliding window")
     if other_lengths and not row.other_lengths:
         violations.append("it takes as many keys as queries only")
     if deterministic and not row.deterministic:
@@ -182,33 +226,30 @@ def attention(
     value: Tensor,
     *,
     scale: float | None = None,
-    documents: Tensor | None = None,
+    visibility: Visibility | None = None,
+    sinks: Tensor | None = None,
     backend: AttentionBackend,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of every sequence or document with itself.
+    """Attention of every sequence or document with itself, causal unless `visibility` says else.
 
     `query [B, S, Hq, D]`, `key [B, K, Hkv, D]`, `value [B, K, Hkv, Dv]` -> output `[B, S, Hq, Dv]`
-    in their dtype and LSE `[B, Hq, S]` in the accumulation dtype. `scale` is `D ** -0.5` when None.
-    `documents [num_documents + 1]` int32 are ascending offsets from 0 to `B * S` and need K = S;
-    they are trusted on CUDA, where a look would make the host wait. Only `REFERENCE` differentiates
-    the LSE. A ValueError says what does not fit or what the backend cannot do.
+    in their dtype and LSE `[B, Hq, S]` in the accumulation dtype. `scale` is `D ** -0.5` when None;
+    `sinks [Hq]` are logits that take weight and have no value. Only `REFERENCE` differentiates the
+    LSE. A ValueError says what does not fit or what the backend cannot do.
     """
-    _check_operands(query, key, value, documents, backend)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    match backend:
-        case AttentionBackend.REFERENCE:
-            return attention_reference(query, key, value, scale=scale, documents=documents)
-        case AttentionBackend.CUDNN:
-            return _CudnnAttention.apply(query, key, value, scale)
-        case AttentionBackend.FLASH if query.is_cuda:
-            offsets = None if documents is None else _sequence_offsets(query, documents)
-            return _FlashCuda.apply(query, key, value, scale, offsets)
-        case AttentionBackend.FLASH:
-            mask = None
-            if documents is not None or query.shape[1] != key.shape[1]:
-                hidden = ~_visible_keys(query, key, documents)[:, None]
-                mask = query.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf)
-            return _FlashCpu.apply(query, key, value, scale, mask)
+    visibility = visibility or Visibility()
+    _check_operands(query, key, value, visibility, backend)
+    if sinks is not None and sinks.shape != query.shape[2:3]:
+        raise ValueError(
+            f"attention: sinks {list(sinks.shape)} must hold one logit for each of the "
+            f"{query.shape[2]} query heads"
+        )
+    if backend is AttentionBackend.REFERENCE:
+        return attention_reference(
+            query, key, value, scale=scale, visibility=visibility, sinks=sinks
+        )
+    return _Attention.apply(query, key, value, sinks, scale, visibility, backend)
 
 
 def attention_reference(
@@ -217,25 +258,193 @@ def attention_reference(
     value: Tensor,
     *,
     scale: float | None = None,
-    documents: Tensor | None = None,
+    visibility: Visibility | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The formula by plain autograd in the accumulation dtype, the output rounded once."""
-    wide = accumulation_dtype(query.dtype)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    grouped = query.to(wide).unflatten(2, (key.shape[2], -1))
-    scores = torch.einsum("bihgd,bjhd->bhgij", grouped, key.to(wide)) * scale
-    hidden = ~_visible_keys(query, key, documents)
-    scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+    scores = _reference_scores(query, key, scale, visibility or Visibility())
     lse = scores.logsumexp(-1)
     # A query without keys: exp(-inf - 0) = 0, where exp(-inf - -inf) would be NaN.
     shift = lse.masked_fill(lse == -torch.inf, 0.0)
     probabilities = (scores - shift[..., None]).exp()
-    out = torch.einsum("bhgij,bjhd->bihgd", probabilities, value.to(wide))
-    return out.flatten(2, 3).to(query.dtype), lse.flatten(1, 2)
+    out = torch.einsum("bhgij,bjhd->bihgd", probabilities, value.to(scores.dtype))
+    out, lse = out.flatten(2, 3), lse.flatten(1, 2)
+    if sinks is not None:
+        out, lse = apply_sinks(out, lse, sinks)
+    return out.to(query.dtype), lse
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    visibility: Visibility,
+    backend: AttentionBackend,
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE over these keys, as in `attention`, but without autograd."""
+    _check_operands(query, key, value, visibility, backend)
+    offsets = visibility.offsets
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    match backend:
+        case AttentionBackend.REFERENCE:
+            return attention_reference(query, key, value, scale=scale, visibility=visibility)
+        case AttentionBackend.CUDNN:
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, 0.0, visibility.causal, False, scale=scale
+            )
+            return out.transpose(1, 2), lse.squeeze(-1)
+        case AttentionBackend.FLASH if query.is_cuda:
+            settings, lengths = _flash_settings(scale, visibility), (query.shape[1], key.shape[1])
+            q, k, v = _flash_rows((query, key, value), visibility)
+            out, lse, *_ = torch.ops.aten._flash_attention_forward(
+                q,
+                k,
+                v,
+                *(offsets or _NO_OFFSETS),
+                *lengths,
+                0.0,
+                visibility.causal,
+                False,
+                **settings,
+            )
+            if offsets is not None:
+                lse = lse.unflatten(1, query.shape[:2]).transpose(0, 1)
+                lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # what it says of no keys
+            return out.view(*query.shape[:3], -1), lse
+        case AttentionBackend.FLASH:
+            causal, mask = _cpu_mask(query, key, visibility)
+            blind = None
+            if mask is not None:
+                # A row without keys has no softmax: it sees all, and becomes 0 and -inf below.
+                blind = (mask == -torch.inf).all(-1, keepdim=True)
+                mask = mask.masked_fill(blind, 0.0)
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+            )
+            if blind is not None:
+                out, lse = out.masked_fill(blind, 0.0), lse.masked_fill(blind[..., 0], -torch.inf)
+            return out.transpose(1, 2), lse
+
+
+def attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    visibility: Visibility,
+    backend: AttentionBackend,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value that go through these keys.
+
+    `grad` and `out` `[B, S, Hq, Dv]` and `lse` `[B, Hq, S]` are those of the whole softmax, other
+    keys and sinks included.
+    """
+    # exp(s - inf) is 0 for a query without keys, where exp(-inf - -inf) would be NaN.
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
+    lengths, rows = (query.shape[1], key.shape[1]), (grad.contiguous(), query, key, value, out)
+    heads_first = [x.transpose(1, 2) for x in rows]
+    match backend:
+        case AttentionBackend.REFERENCE:
+            return _reference_backward(*rows, lse, scale, visibility)
+        case AttentionBackend.CUDNN:
+            # Random state that only dropout would use; no bias, no offsets.
+            unused = (*torch.zeros(2, 1, dtype=torch.int64, device=lse.device), None, None, None)
+            grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                *heads_first, lse[..., None], *unused, *lengths, 0.0, visibility.causal, scale=scale
+            )
+        case AttentionBackend.FLASH if query.is_cuda:
+            offsets, settings = visibility.offsets, _flash_settings(scale, visibility)
+            if offsets is not None:
+                lse = lse.transpose(0, 1).flatten(1).contiguous()
+            unused = torch.zeros(2, dtype=torch.uint64, device=lse.device)
+            operands = (*_flash_rows(rows, visibility), lse, *(offsets or _NO_OFFSETS), *lengths)
+            dq, dk, dv = torch.ops.aten._flash_attention_backward(
+                *operands, 0.0, visibility.causal, unused, unused[0], **settings
+            )
+            return dq.view(query.shape), dk.view(key.shape), dv.view(value.shape)
+        case AttentionBackend.FLASH:
+            causal, mask = _cpu_mask(query, key, visibility)
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *heads_first, lse, 0.0, causal, attn_mask=mask, scale=scale
+            )
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    return dq, dk, dv
+
+
+def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Add sinks `[Hq]` to the softmax of a finished result: the keys keep `sigmoid(lse - sink)`."""
+    logits = sinks.to(lse.dtype)[:, None]
+    kept = (lse - logits).sigmoid().transpose(1, 2)[..., None]
+    return (out * kept).to(out.dtype), torch.logaddexp(lse, logits)
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """`-sum over queries of exp(sink - lse) * delta`, `[Hq]`, with out and lse after the sinks."""
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def sequence_offsets(documents: Tensor, num_sequences: int, length: int) -> Tensor:
+    """Offsets of documents `[D + 1]` int32, from 0 to the number of tokens, cut at sequences too.
+
+    -> `[D + B + 2]` int32, ascending, for `Visibility`.
+    """
+    _check_offsets(documents, num_sequences * length)
+    starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=documents.device) * length
+    # Sorted, not deduplicated: counting the distinct ones would make the host wait, and an offset
+    # that occurs twice is an empty document.
+    return torch.cat([documents, starts]).sort().values
+
+
+class _Attention(torch.autograd.Function):
+    """The pair of functions above as one differentiable operator."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        visibility: Visibility,
+        backend: AttentionBackend,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = attention_forward(
+            query, key, value, scale=scale, visibility=visibility, backend=backend
+        )
+        if sinks is not None:
+            out, lse = apply_sinks(out, lse, sinks)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
+        ctx.scale, ctx.visibility, ctx.backend = scale, visibility, backend
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_lse is not None:
+            raise ValueError(
+                "attention: a gradient arrived at the LSE, which only the backend 'reference' "
+                "differentiates; detach the LSE or use that backend"
+            )
+        query, key, value, out, lse, sinks = ctx.saved_tensors
+        settings = {"scale": ctx.scale, "visibility": ctx.visibility, "backend": ctx.backend}
+        grads = attention_backward(grad, query, key, value, out, lse, **settings)
+        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
+        return *grads, dsinks, None, None, None
 
 
 def _check_operands(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, backend: AttentionBackend
+    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, backend: AttentionBackend
 ) -> None:
     q, k, v = query.shape, key.shape, value.shape
     fits = len(q) == len(k) == len(v) == 4 and q[0] == k[0] and q[3] == k[3] and k[:3] == v[:3]
@@ -248,147 +457,113 @@ def _check_operands(
         raise ValueError(
             f"attention: dtypes {query.dtype}, {key.dtype}, {value.dtype} must be equal"
         )
-    packed, other_lengths = documents is not None, k[1] != q[1]
+    aligned = visibility.causal and visibility.offsets is None
+    for offsets, length in zip(visibility.offsets or (), (q[1], k[1]), strict=False):
+        _check_offsets(offsets, q[0] * length)
     violations = attention_violations(
-        backend, query.device, query.dtype, q[3], v[3], packed=packed, other_lengths=other_lengths
+        backend,
+        query.device,
+        query.dtype,
+        q[3],
+        v[3],
+        packed=visibility.offsets is not None,
+        window=visibility.window is not None,
+        other_lengths=aligned and k[1] != q[1],
     )
-    if k[1] < q[1] and backend is not AttentionBackend.REFERENCE:
+    if aligned and k[1] < q[1] and backend is not AttentionBackend.REFERENCE:
         violations.append(
             f"{q[1]} queries of {k[1]} keys: some see none, which only 'reference' takes"
         )
-    if documents is not None:
-        if other_lengths:
-            violations.append("documents need as many keys as queries")
-        violations += _document_violations(documents, q[0] * q[1])
     if violations:
         raise ValueError(f"attention with backend {backend.value!r}: {'; '.join(violations)}")
 
 
-def _document_violations(documents: Tensor, num_tokens: int) -> list[str]:
-    if documents.dtype != torch.int32 or documents.ndim != 1:
-        return [f"documents {documents.dtype} {list(documents.shape)} must be int32 offsets [D+1]"]
-    if documents.device.type == "cpu":
-        offsets = documents.tolist()
-        if offsets != sorted(offsets) or offsets[:1] + offsets[-1:] != [0, num_tokens]:
-            return [f"documents {offsets} must ascend from 0 to {num_tokens}, the number of tokens"]
-    return []
+def _check_offsets(offsets: Tensor, num_tokens: int) -> None:
+    """Values are trusted on CUDA, where a look would make the host wait."""
+    fault = None
+    if offsets.dtype != torch.int32 or offsets.ndim != 1:
+        fault = f"{offsets.dtype} {list(offsets.shape)} must be int32 offsets [D+1]"
+    elif offsets.device.type == "cpu":
+        values = offsets.tolist()
+        if values != sorted(values) or values[:1] + values[-1:] != [0, num_tokens]:
+            fault = f"{values} must ascend from 0 to {num_tokens}, the number of tokens"
+    if fault:
+        raise ValueError(f"attention: documents {fault}")
 
 
-def _visible_keys(query: Tensor, key: Tensor, documents: Tensor | None) -> Tensor:
+def _visible_keys(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor:
     """Which key each query sees, bool `[B or 1, S, K]`."""
-    batch, num_queries, num_keys = query.shape[0], query.shape[1], key.shape[1]
-    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
-    causal = ones.tril(num_keys - num_queries)[None]
-    if documents is None:
-        return causal
-    tokens = torch.arange(batch * num_queries, device=query.device, dtype=documents.dtype)
-    document = torch.searchsorted(documents, tokens, right=True).view(batch, num_queries)
-    return causal & (document[:, :, None] == document[:, None, :])
+    device, (batch, num_queries), num_keys = query.device, query.shape[:2], key.shape[1]
+    places = torch.arange(num_queries, device=device), torch.arange(num_keys, device=device)
+    if visibility.offsets is None:
+        i, j = (place[None] - len(place) for place in places)
+        visible = torch.ones(1, num_queries, num_keys, dtype=torch.bool, device=device)
+    else:
+        segments, ends = [], []
+        for offsets, place in zip(visibility.offsets, places, strict=True):
+            tokens = torch.arange(batch * len(place), device=device, dtype=offsets.dtype)
+            segment = torch.searchsorted(offsets, tokens, right=True)
+            segments.append(segment.view(batch, -1))
+            ends.append((tokens - offsets[segment]).view(batch, -1))
+        i, j = ends
+        visible = segments[0][:, :, None] == segments[1][:, None, :]
+    before = i[:, :, None] - j[:, None, :]
+    if visibility.causal:
+        visible = visible & (before >= 0)
+    return visible if visibility.window is None else visible & (before < visibility.window)
 
 
-def _sequence_offsets(query: Tensor, documents: Tensor) -> Tensor:
-    """Documents cut at sequence boundaries too, as `[D + B + 2]` int32 ascending offsets."""
-    batch, length = query.shape[:2]
-    starts = torch.arange(batch + 1, dtype=documents.dtype, device=documents.device) * length
-    # Sorted, not deduplicated: counting the distinct ones would make the host wait, and an offset
-    # that occurs twice is an empty document.
-    return torch.cat([documents, starts]).sort().values
+def _reference_scores(query: Tensor, key: Tensor, scale: float, visibility: Visibility) -> Tensor:
+    """`[B, Hkv, Hq / Hkv, S, K]` in the accumulation dtype, -inf where hidden."""
+    wide = accumulation_dtype(query.dtype)
+    grouped = query.to(wide).unflatten(2, (key.shape[2], -1))
+    scores = torch.einsum("bihgd,bjhd->bhgij", grouped, key.to(wide)) * scale
+    hidden = ~_visible_keys(query, key, visibility)
+    return scores.masked_fill(hidden[:, None, None], -torch.inf)
 
 
-class _FlashCpu(torch.autograd.Function):
-    """torch's CPU operator; `mask` is additive, None for square causal."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
-        )
-        ctx.save_for_backward(q, k, v, out, lse, mask)
-        ctx.scale = scale
-        ctx.set_materialize_grads(False)
-        return out.transpose(1, 2), lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_lse_gradient(grad_lse)
-        *saved, mask = ctx.saved_tensors
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad.transpose(1, 2), *saved, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
-        )
-        dq, dk, dv = (x.transpose(1, 2) for x in grads)
-        return dq, dk, dv, None, None
+def _reference_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    visibility: Visibility,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores = _reference_scores(query, key, scale, visibility)
+    wide, groups = scores.dtype, (key.shape[2], -1)
+    probabilities = (scores - lse.unflatten(1, groups)[..., None]).exp()
+    grouped, dout = (x.to(wide).unflatten(2, groups) for x in (query, grad))
+    delta = (dout * out.to(wide).unflatten(2, groups)).sum(-1).permute(0, 2, 3, 1)
+    dscores = torch.einsum("bihgd,bjhd->bhgij", dout, value.to(wide)) - delta[..., None]
+    dscores *= probabilities * scale
+    dq = torch.einsum("bhgij,bjhd->bihgd", dscores, key.to(wide)).flatten(2, 3)
+    dk = torch.einsum("bhgij,bihgd->bjhd", dscores, grouped)
+    dv = torch.einsum("bhgij,bihgd->bjhd", probabilities, dout)
+    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
-class _FlashCuda(torch.autograd.Function):
-    """FlashAttention-2; with `offsets` the batch is one row of `B * S` tokens, cut at them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, offsets: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = query, key, value
-        if offsets is not None:
-            q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        lengths = (query.shape[1], key.shape[1])
-        out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, offsets, offsets, *lengths, 0.0, True, False, scale=scale
-        )
-        ctx.save_for_backward(q, k, v, out, lse, offsets, rng_state, unused)
-        ctx.scale, ctx.lengths, ctx.shapes = scale, lengths, (query.shape, key.shape, value.shape)
-        ctx.set_materialize_grads(False)
-        if offsets is not None:
-            lse = lse.unflatten(1, (query.shape[0], -1)).transpose(0, 1)
-        return out.view(query.shape), lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_lse_gradient(grad_lse)
-        q, k, v, out, lse, offsets, *rng = ctx.saved_tensors
-        operands = (grad.reshape(out.shape), q, k, v, out, lse, offsets, offsets, *ctx.lengths)
-        grads = torch.ops.aten._flash_attention_backward(
-            *operands, 0.0, True, *rng, scale=ctx.scale
-        )
-        dq, dk, dv = (x.view(shape) for x, shape in zip(grads, ctx.shapes, strict=True))
-        return dq, dk, dv, None, None
+def _cpu_mask(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[bool, Tensor | None]:
+    """Whether torch's operator shall hide later keys itself, else a mask `[B or 1, 1, S, K]`."""
+    square = query.shape[1] == key.shape[1] or not visibility.causal
+    if square and visibility.window is None and visibility.offsets is None:
+        return visibility.causal, None
+    hidden = ~_visible_keys(query, key, visibility)[:, None]
+    return False, query.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf)
 
 
-class _CudnnAttention(torch.autograd.Function):
-    """cuDNN's fused attention, square causal."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = (
-            torch.ops.aten._scaled_dot_product_cudnn_attention(
-                q, k, v, None, True, 0.0, True, False, scale=scale
-            )
-        )
-        ctx.save_for_backward(q, k, v, out, lse, seed, offset, None, cum_q, cum_k)
-        ctx.scale, ctx.lengths = scale, (max_q, max_k)
-        ctx.set_materialize_grads(False)
-        return out.transpose(1, 2), lse.squeeze(-1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_lse_gradient(grad_lse)
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad.transpose(1, 2), *ctx.saved_tensors, *ctx.lengths, 0.0, True, scale=ctx.scale
-        )
-        dq, dk, dv = (x.transpose(1, 2) for x in grads)
-        return dq, dk, dv, None
+_NO_OFFSETS = (None, None)
 
 
-def _refuse_lse_gradient(grad_lse: Tensor | None) -> None:
-    if grad_lse is not None:
-        raise ValueError(
-            "attention: a gradient arrived at the LSE, which only the backend 'reference' "
-            "differentiates; detach the LSE or use that backend"
-        )
+def _flash_rows(tensors: Sequence[Tensor], visibility: Visibility) -> list[Tensor]:
+    """With offsets the batch is one row of `B * S` tokens, cut at them."""
+    return [x if visibility.offsets is None else x.flatten(0, 1) for x in tensors]
+
+
+def _flash_settings(scale: float, visibility: Visibility) -> dict[str, float]:
+    """FlashAttention counts the keys before and after a query's own; -1 is no limit."""
+    left = -1 if visibility.window is None else visibility.window - 1
+    right = 0 if visibility.causal else -1
+    return {"scale": scale, "window_size_left": left, "window_size_right": right}

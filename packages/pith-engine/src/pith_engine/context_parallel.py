@@ -1,0 +1,381 @@
+"""Context parallelism: the ranks of the cp axis share every sequence.
+
+Zigzag: S tokens of a sequence are `2 * cp` blocks of L; rank r holds blocks r and `2 * cp - 1 - r`,
+one early and one late, so that causal attention costs every rank the same. Tokens, targets and
+positions are made first and cut afterwards (`shard_batch`); documents stay offsets into the whole.
+
+Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets those of rank j at
+
+    j = r   its own two blocks, causally
+    j < r   both its blocks see the first block of j, in full
+    j > r   its late block sees both blocks of j, in full
+
+and merges the parts by their LSE; the next hop is under way while a part is computed. Backward: the
+same round with the merged output and LSE; the gradients follow one hop behind, in fp32 or wider,
+and arrive home after the last. What travels is keys and values, or in latent attention (MLA,
+DeepSeek-V2, arXiv 2405.04434) the latent and the rotary key that all heads share, from which every
+rank expands its heads, again in the backward.
+
+A sliding window needs no round: a block fetches the `window - 1` keys before it, wherever they lie,
+and returns their gradients.
+
+The trap: sums run in the order of the ring, which differs by rank but not from run to run; and all
+ranks of the axis must issue these exchanges in one order, which they do because they share a
+pipeline stage.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from pith_ops.attention import (
+    AttentionBackend,
+    Visibility,
+    apply_sinks,
+    attention,
+    attention_backward,
+    attention_forward,
+    sequence_offsets,
+    sinks_gradient,
+)
+from pith_ops.device import accumulation_dtype
+from pith_ops.weight_grad import dense_weight_grad
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from pith_engine.contract import Batch
+from pith_engine.mesh import Axis
+from pith_engine.runtime import Exchange, exchange
+
+
+def shard_batch(batch: Batch, cp: Axis) -> Batch:
+    """This rank's two blocks of every sequence of a whole micro-batch; itself when cp is 1.
+
+    Raises:
+        ValueError: `2 * cp` does not divide the sequence length.
+    """
+    if cp.size == 1:
+        return batch
+    length, num_blocks = batch.sequence_length, 2 * cp.size
+    if length % num_blocks:
+        raise ValueError(f"sequence length {length} is no multiple of 2 x cp = {num_blocks}")
+    early, late = _blocks_of(cp.rank, cp)
+    tokens, targets, positions = (
+        x.view(-1, num_blocks, length // num_blocks)[:, early : late + 1 : late - early].flatten()
+        for x in (batch.tokens, batch.targets, batch.positions)
+    )
+    local = {"tokens": tokens, "targets": targets, "positions": positions}
+    return replace(batch, sequence_length=length // cp.size, **local)
+
+
+def context_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    cp: Axis,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    backend: AttentionBackend,
+) -> Tensor:
+    """Causal attention within the sequences and documents of a batch, sharded over cp or not.
+
+    `query [T, Hq, D]`, `key [T, Hkv, D]`, `value [T, Hkv, Dv]` -> `[T, Hq, Dv]`; a query sees the
+    `window` keys that end with its own (None, 0: all); scale and sinks as in `attention`.
+    """
+    sequences = (batch.num_sequences, batch.sequence_length)
+    query, key, value = (x.unflatten(0, sequences) for x in (query, key, value))
+    call = _call(query, batch, cp, scale, window, backend)
+    if cp.size == 1:
+        _, _, visibility = call.meeting(0)
+        out, _ = attention(query, key, value, sinks=sinks, visibility=visibility, **call.settings)
+    elif call.window is None:
+        out = _Ring.apply(query, key, value, None, sinks, call)
+    else:
+        parts, visibilities = [], [call.in_window(span) for span in call.spans(cp.rank)]
+        blocks = _Halo.apply(torch.cat([key, value], -1), call)
+        for q, kv, seen in zip(query.split(call.block, 1), blocks, visibilities, strict=True):
+            k, v = kv[..., : q.shape[-1]], kv[..., q.shape[-1] :]
+            parts.append(attention(q, k, v, sinks=sinks, visibility=seen, **call.settings)[0])
+        out = torch.cat(parts, 1)
+    return out.flatten(0, 1)
+
+
+def latent_attention(
+    query: Tensor,
+    latent: Tensor,
+    rotary_key: Tensor,
+    kv_b: Tensor,
+    batch: Batch,
+    cp: Axis,
+    *,
+    scale: float | None = None,
+    backend: AttentionBackend,
+) -> Tensor:
+    """As `context_attention`, with keys and values expanded from a latent, again in the backward.
+
+    `query [T, Hq, Dn + Dr]`, `latent [T, R]`, `rotary_key [T, Dr]`, `kv_b [Hq * (Dn + Dv), R]` ->
+    `[T, Hq, Dv]`. Of `kv_b_h latent`, the first Dn and the rotary key are head h's key, the other
+    Dv its value.
+    """
+    sequences = (batch.num_sequences, batch.sequence_length)
+    query, latent, rotary_key = (x.unflatten(0, sequences) for x in (query, latent, rotary_key))
+    call = _call(query, batch, cp, scale, None, backend)
+    return _Ring.apply(query, latent, rotary_key, kv_b, None, call).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one attention needs to know beside its tensors."""
+
+    cp: Axis
+    length: int  # of an unsharded sequence
+    offsets: Tensor | None  # of documents and sequences in the unsharded tokens
+    scale: float
+    window: int | None
+    backend: AttentionBackend
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments of every call of the operator."""
+        return {"scale": self.scale, "backend": self.backend}
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block."""
+        return self.length // (2 * self.cp.size)
+
+    def spans(self, rank: int) -> list[range]:
+        """Places in a sequence that a rank holds: its two blocks."""
+        starts = [block * self.block for block in _blocks_of(rank, self.cp)]
+        return [range(start, start + self.block) for start in starts]
+
+    def visibility(self, queries: list[range], keys: list[range], *, causal: bool) -> Visibility:
+        """Of queries and keys at these places; a document's part of each is one segment."""
+        pair = None
+        if self.offsets is not None:
+            pair = (self.offsets_within(queries), self.offsets_within(keys))
+        return Visibility(causal=causal, window=self.window, offsets=pair)
+
+    def offsets_within(self, spans: list[range]) -> Tensor:
+        """How many tokens of the spans of all sequences lie before each offset, int32."""
+        assert self.offsets is not None, "the caller looks"
+        before = self.offsets // self.length * sum(map(len, spans))
+        for span in spans:
+            before = before + (self.offsets % self.length - span.start).clamp(0, len(span))
+        return before
+
+    def meeting(self, source: int) -> tuple[slice, slice, Visibility]:
+        """Which rows of the queries here see which rows of a rank's keys, and how."""
+        both, early, late = slice(None), slice(0, self.block), slice(self.block, None)
+        if self.cp.size == 1:
+            pair = None if self.offsets is None else (self.offsets, self.offsets)
+            return both, both, Visibility(window=self.window, offsets=pair)
+        mine, theirs = self.spans(self.cp.rank), self.spans(source)
+        if source == self.cp.rank:
+            return both, both, self.visibility(mine, theirs, causal=True)
+        if source < self.cp.rank:
+            return both, early, self.visibility(mine, theirs[:1], causal=False)
+        return late, both, self.visibility(mine[1:], theirs, causal=False)
+
+    def reach(self, start: int) -> int:
+        """How many keys before the block that starts here its window shows."""
+        return min((self.window or 1) - 1, start)
+
+    def in_window(self, span: range) -> Visibility:
+        """Of a block's queries and of the keys that reach to its end."""
+        keys = range(span.start - self.reach(span.start), span.stop)
+        return self.visibility([span], [keys], causal=True)
+
+
+def _call(
+    query: Tensor,
+    batch: Batch,
+    cp: Axis,
+    scale: float | None,
+    window: int | None,
+    backend: AttentionBackend,
+) -> _Call:
+    length, offsets = batch.sequence_length * cp.size, batch.documents
+    if offsets is not None:
+        offsets = sequence_offsets(offsets, batch.num_sequences, length)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _Call(cp, length, offsets, scale, window or None, backend)
+
+
+def _blocks_of(rank: int, cp: Axis) -> tuple[int, int]:
+    return rank, 2 * cp.size - 1 - rank
+
+
+class _Ring(torch.autograd.Function):
+    """Attention over the keys of all ranks.
+
+    `first` and `second` travel: keys and values, or with a `weight` latents and rotary keys.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        first: Tensor,
+        second: Tensor,
+        weight: Tensor | None,
+        sinks: Tensor | None,
+        call: _Call,
+    ) -> Tensor:
+        out = lse = query  # The own part comes first and replaces them.
+        for source, (a, b) in _round([first, second], call.cp):
+            rows, keys, visibility = call.meeting(source)
+            key, value = _expand(query, a[:, keys], b[:, keys], weight)
+            part, part_lse = attention_forward(
+                query[:, rows], key, value, visibility=visibility, **call.settings
+            )
+            if source == call.cp.rank:
+                out, lse = part.to(part_lse.dtype, copy=True), part_lse
+            else:
+                _merge(out[:, rows], lse[..., rows], part, part_lse)
+        if sinks is not None:
+            out, lse = apply_sinks(out, lse, sinks)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, out, lse, first, second, weight, sinks)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, out, lse, first, second, weight, sinks = ctx.saved_tensors
+        call: _Call = ctx.call
+        dquery = torch.zeros_like(query, dtype=lse.dtype)
+        dweight = lse.new_zeros(() if weight is None else weight.shape)
+        # Gradients of the keys at hand, from the ranks that had them before.
+        carried = [lse.new_zeros(x.shape) for x in (first, second)]
+        hop = exchange([], [], call.cp)
+        for source, (a, b) in _round([first, second], call.cp):
+            rows, keys, visibility = call.meeting(source)
+            a, b = a[:, keys], b[:, keys]
+            key, value = _expand(query, a, b, weight)
+            dout, q, o = (x[:, rows] for x in (grad, query, out))
+            dq, dk, dv = attention_backward(
+                dout, q, key, value, o, lse[..., rows], visibility=visibility, **call.settings
+            )
+            dquery[:, rows] += dq
+            parts = [dk, dv]
+            if weight is not None:
+                parts = _expand_backward(dk, dv, a, b, weight, dweight)
+            hop.wait_sends()
+            for total, part in zip(carried, parts, strict=True):
+                total[:, keys] += part
+            hop, carried = _hop(carried, call.cp)
+        hop.wait_sends()
+        dfirst, dsecond = (x.to(first.dtype) for x in carried)
+        dweight = None if weight is None else dweight.to(weight.dtype)
+        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
+        return dquery.to(query.dtype), dfirst, dsecond, dweight, dsinks, None
+
+
+def _round(tensors: list[Tensor], cp: Axis) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield every rank and its tensors, own first, while the next ones are on their way."""
+    tensors = [x.contiguous() for x in tensors]
+    for step in range(cp.size - 1):
+        hop, arriving = _hop(tensors, cp)
+        yield (cp.rank - step) % cp.size, tensors
+        hop.wait_sends()
+        tensors = arriving
+    yield (cp.rank + 1) % cp.size, tensors
+
+
+def _hop(tensors: list[Tensor], cp: Axis) -> tuple[Exchange, list[Tensor]]:
+    """Start to send to the next rank, and what arrives from the one before."""
+    if cp.size == 1:
+        return exchange([], [], cp), tensors
+    arriving = [torch.empty_like(x) for x in tensors]
+    following, previous = (cp.rank + 1) % cp.size, (cp.rank - 1) % cp.size
+    sends = [(x, following) for x in tensors]
+    return exchange(sends, [(x, previous) for x in arriving], cp), arriving
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a part to `out [B, S, Hq, Dv]` and `lse [B, Hq, S]` in place."""
+    total = torch.logaddexp(lse, part_lse)
+    shift = total.masked_fill(total == -torch.inf, 0.0)  # -inf - -inf would be NaN
+    kept, added = ((x - shift).exp().transpose(1, 2)[..., None] for x in (lse, part_lse))
+    out.mul_(kept).add_(part * added)
+    lse.copy_(total)
+
+
+def _expand(
+    query: Tensor, first: Tensor, second: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of all heads from what travelled."""
+    if weight is None:
+        return first, second
+    num_heads, num_nope = query.shape[2], query.shape[3] - second.shape[-1]
+    heads = linear(first, weight).unflatten(-1, (num_heads, -1))
+    rotary = second[:, :, None].expand(-1, -1, num_heads, -1)
+    return torch.cat([heads[..., :num_nope], rotary], -1), heads[..., num_nope:]
+
+
+def _expand_backward(
+    dkey: Tensor, dvalue: Tensor, latent: Tensor, rotary: Tensor, weight: Tensor, dweight: Tensor
+) -> list[Tensor]:
+    """Gradients of latent and rotary key; that of the weight is added to `dweight`."""
+    num_nope = dkey.shape[-1] - rotary.shape[-1]
+    dheads = torch.cat([dkey[..., :num_nope], dvalue], -1).flatten(2)
+    dweight += dense_weight_grad(latent, dheads)
+    return [dheads @ weight, dkey[..., num_nope:].sum(2, dtype=dweight.dtype)]
+
+
+class _Halo(torch.autograd.Function):
+    """Each block here of keys and values `kv`, after what its window shows before it."""
+
+    @staticmethod
+    def forward(ctx: Any, kv: Tensor, call: _Call) -> tuple[Tensor, ...]:
+        blocks = []
+        for span, block in zip(call.spans(call.cp.rank), kv.split(call.block, 1), strict=True):
+            halo = kv.new_zeros(len(kv), call.reach(span.start), *kv.shape[2:])
+            blocks.append(torch.cat([halo, block], 1))
+        _exchange_halos(kv, blocks, call, home=False)
+        ctx.call = call
+        return tuple(blocks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wide = [grad.to(accumulation_dtype(grad.dtype)) for grad in grads]
+        dkv = torch.cat([grad[:, -ctx.call.block :] for grad in wide], 1)
+        _exchange_halos(dkv, wide, ctx.call, home=True)
+        return dkv.to(grads[0].dtype), None
+
+
+def _exchange_halos(kv: Tensor, blocks: list[Tensor], call: _Call, *, home: bool) -> None:
+    """Add rows of `kv` to the halos of later blocks, or halos to the rows they are of (`home`)."""
+    cp, size = call.cp, call.block
+    own, sends, receives, sums = _blocks_of(cp.rank, cp), [], [], []
+    for block in range(2 * cp.size):
+        for earlier in range(block):
+            end = call.reach(block * size) - (block - 1 - earlier) * size  # its end in the halo
+            if end <= 0 or (block not in own and earlier not in own):
+                continue
+            count, here, there = min(end, size), None, None
+            if earlier in own:
+                last = (own.index(earlier) + 1) * size
+                here = kv[:, last - count : last]
+            if block in own:
+                there = blocks[own.index(block)][:, end - count : end]
+            source, target = (there, here) if home else (here, there)
+            peer = min(_blocks_of(earlier if block in own else block, cp))
+            if target is None and source is not None:
+                sends.append((source.contiguous(), peer))
+            elif target is not None:
+                if source is None:
+                    source = target.new_empty(target.shape)
+                    receives.append((source, peer))
+                sums.append((target, source))
+    exchange(sends, receives, cp).wait_sends()
+    for target, source in sums:
+        target += source
