@@ -9,6 +9,7 @@ installed and writes nothing.
 
 import ast
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -108,4 +109,6 @@ def string_lines(tree: ast.Module) -> set[int]:
 
 
 if __name__ == "__main__":
+    # `show.py NAME | head` closes the pipe early.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

@@ -2,11 +2,14 @@
 
 import torch
 from pith_engine.contract import ModelChunk, Role, declare
-from pith_engine.fsdp import shard_chunks, sharded_parameters
+from pith_engine.fsdp import ShardingConfig, shard_chunks, sharded_parameters
 from torch import nn
 
 VOCABULARY, HIDDEN, INTERMEDIATE = 257, 66, 10
 CPU = torch.device("cpu")
+SHARDED = ShardingConfig()
+HSDP = ShardingConfig(replicate_dense=True)
+REPLICATED = ShardingConfig(replicate_dense=True, replicate_experts=True)
 
 
 class DeclaredLayer(nn.Module):
@@ -41,10 +44,10 @@ def declared_chunks(mesh, num_experts=8, layers=(0, 1)) -> list[ModelChunk]:
     return [first, last]
 
 
-def declared_units(mesh, dtype=torch.float64, **arguments):
+def declared_units(mesh, dtype=torch.float64, sharding=SHARDED, **arguments):
     """Chunks, units and parameters of the above on the CPU."""
     chunks = declared_chunks(mesh, **arguments)
-    units = shard_chunks(chunks, mesh, compute_dtype=dtype, device=CPU)
+    units = shard_chunks(chunks, mesh, sharding=sharding, compute_dtype=dtype, device=CPU)
     return chunks, units, sharded_parameters(units)
 
 

@@ -13,6 +13,7 @@ from source_tree import PACKAGES, ROOT, SourceFile, distribution_folder, source_
 BIN = Path(sys.executable).parent
 
 PURE_PYTHON = {
+    "pith_engine.violations",
     "pith_engine.schedule",
     "pith_engine.schedule_check",
     "pith_engine.simulate",

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 FILE_BYTES = 100_000
 
 
-def save_tiny_qwen3(folder: Path) -> None:
+def save_tiny_qwen3(folder: Path, *, tied: bool = False) -> None:
     """Write a bf16 model in several files, its tokenizer smaller than its vocabulary."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -31,6 +31,7 @@ def save_tiny_qwen3(folder: Path) -> None:
         max_position_embeddings=64,
         eos_token_id=1,
         router_aux_loss_coef=0.01,
+        tie_word_embeddings=tied,
     )
     model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder, max_shard_size=FILE_BYTES)

@@ -1,12 +1,16 @@
 """A small model for engine tests: every stage of the contract, no attention kernel.
 
 `ToyChunk` mixes tokens causally with a running mean, routes with softmax top-k, and has a dense
-layer where asked. It is written with torch alone, so that the engine is tested without a model.
+layer where asked, or a bias that selects. Beside the router's operators it is torch alone, so that
+the engine is tested without a model.
 """
 
 import torch
+from pith_engine.balance import balance_loss, count_choices, load_factors
 from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, Role, Routing, declare
+from pith_engine.mesh import Mesh
 from pith_ops.grouped_linear import grouped_linear
+from pith_ops.routing import router_logits, softmax_topk
 from torch import nn
 
 VOCABULARY, HIDDEN, EXPERTS, TOP_K, LENGTH = 31, 12, 4, 2, 6
@@ -22,19 +26,21 @@ class ToyExperts(nn.Module):
 
 
 class ToyLayer(nn.Module):
-    def __init__(self, num_local_experts):
+    def __init__(self, num_local_experts, *, has_bias=False):
         super().__init__()
         self.num_local_experts = num_local_experts
-        self.only_experts = EXPERTS
+        self.only_experts, self.has_bias = EXPERTS, has_bias
         self.mix = declare((HIDDEN, HIDDEN), Role.MATRIX, std=0.3)
         self.norm = declare((HIDDEN,), Role.NORM)
         if num_local_experts:
             self.router = declare((EXPERTS, HIDDEN), Role.ROUTER, std=1.0)
+            if has_bias:
+                self.router_bias = declare((EXPERTS,), Role.BALANCE_BIAS)
             self.mlp = ToyExperts(num_local_experts)
         else:
             self.dense = declare((HIDDEN, HIDDEN), Role.MATRIX, std=0.3)
 
-    def attention(self, hidden, batch):
+    def attention(self, hidden, batch, chosen=None):
         sequences = hidden.view(batch.num_sequences, batch.sequence_length, -1)
         steps = torch.arange(1, batch.sequence_length + 1, device=hidden.device)[:, None]
         mean = (sequences.cumsum(1) / steps).to(hidden.dtype).view_as(hidden)
@@ -42,10 +48,20 @@ class ToyLayer(nn.Module):
         tokens = residual * self.norm
         if not self.num_local_experts:
             return tokens, residual, None
-        scores = (tokens.to(self.router.dtype) @ self.router.t()).softmax(-1)
-        weights, ids = scores[:, : self.only_experts].topk(TOP_K)
-        ids = ids.int()
-        return tokens, residual, Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids)
+        logits = router_logits(tokens, self.router)
+        if self.has_bias:
+            ids, weights, scores = softmax_topk(
+                logits, TOP_K, False, chosen=chosen, bias=self.router_bias
+            )
+        else:
+            scores = logits.softmax(-1)
+            ids = scores[:, : self.only_experts].topk(TOP_K).indices if chosen is None else chosen
+            weights, ids = scores.gather(1, ids.long()), ids.int()
+        return (
+            tokens,
+            residual,
+            Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits),
+        )
 
     def experts(self, tokens, groups, weight_grads):
         if groups is None:
@@ -58,11 +74,11 @@ class ToyLayer(nn.Module):
 
 
 class ToyChunk(ModelChunk):
-    def __init__(self, layers, *, is_first, is_last, ep=1, dense=()):
+    def __init__(self, layers, *, is_first, is_last, ep=1, dense=(), biased=()):
         super().__init__(is_first=is_first, is_last=is_last)
         for number in layers:
             local = 0 if number in dense else EXPERTS // ep
-            self.layers[str(number)] = ToyLayer(local)
+            self.layers[str(number)] = ToyLayer(local, has_bias=number in biased)
         if is_first:
             self.embedding = declare((VOCABULARY, HIDDEN), Role.EMBEDDING, std=1.0)
         if is_last:
@@ -83,8 +99,11 @@ class ToyChunk(ModelChunk):
         )
 
 
-def toy_chunks(layers_per_chunk, mesh, dense=()):
-    """This rank's two chunks of a model with the given layers per chunk."""
+def toy_chunks(layers_per_chunk, mesh, dense=(), biased=()):
+    """This rank's two chunks of a model with the given layers per chunk.
+
+    Layers in `dense` have no experts, those in `biased` a bias that selects.
+    """
     last = 2 * mesh.pp.size - 1
     starts = [sum(layers_per_chunk[:c]) for c in range(last + 1)]
     return [
@@ -94,9 +113,16 @@ def toy_chunks(layers_per_chunk, mesh, dense=()):
             is_last=c == last,
             ep=mesh.ep.size,
             dense=dense,
+            biased=biased,
         )
         for c in (mesh.pp.rank, last - mesh.pp.rank)
     ]
+
+
+def plain_balance(method, routing, batch, previous=None):
+    """The balance loss of one process, times the counted tokens."""
+    counts = count_choices(routing, batch, method)
+    return balance_loss(routing, batch, load_factors(method, counts, previous, Mesh.single().cp))
 
 
 def toy_batches(count, *, num_sequences=2, seed=0):

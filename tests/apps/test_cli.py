@@ -79,6 +79,66 @@ def test_mistakes_are_refused_with_a_way_out(arguments, named, capsys, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+BAD_OPTIONS = {
+    "nproc": "0",
+    "model.head-dim": "7",
+    "mesh.ep": "0",
+    "train.steps": "0",
+    "optim.eps": "-1",
+    "lr.peak": "0",
+    "balance.coefficient": "-1",
+    "evaluation.sequences": "0",
+    "checkpoint.keep": "0",
+}
+"""One violation in every section whose values have a range."""
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [["pretrain"], ["evaluate"], ["parity"], ["convert", "export"], ["convert", "import"]],
+    ids=" ".join,
+)
+def test_a_fault_in_every_section_is_one_refusal(verb, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    bad = {**BAD_OPTIONS}
+    if verb == ["parity"]:
+        del bad["mesh.ep"]  # parity names its meshes itself
+    given = [word for name, value in bad.items() for word in (f"--{name}", value)]
+    source = ["--source", "x"] if verb[-1] == "import" else []
+    assert main([*verb, "demo", *given, *source]) == 2
+    error = capsys.readouterr().err
+    for name in bad:
+        assert f"  - {name.replace('-', '_')} " in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_types_of_a_recipe_file_are_checked(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "typed.py").write_text(
+        "from dataclasses import replace\n"
+        "from pith_apps.config import RunConfig\n"
+        "from pith_apps.recipes.demo import demo\n"
+        "def typed() -> RunConfig:\n"
+        "    run = demo()\n"
+        "    train = replace(run.train, steps='4', device='tpu', max_grad_norm=1, batch=True)\n"
+        "    mesh = replace(run.mesh, ep=2.0)\n"
+        "    return replace(run, train=train, mesh=mesh, layers_per_chunk=[1, 3], lr=None)\n"
+    )
+    assert main(["pretrain", "typed.py"]) == 2
+    error = capsys.readouterr().err
+    for line in (
+        "train.steps is '4', of type str: allowed is int",
+        "train.device is 'tpu', of type str: allowed is typing.Literal['cpu', 'cuda']",
+        "train.batch is True, of type bool: allowed is int",
+        "mesh.ep is 2.0, of type float: allowed is int",
+        "layers_per_chunk is [1, 3], of type list: allowed is tuple[int, ...] | None",
+        "lr is None, of type NoneType: allowed is LearningRateConfig",
+    ):
+        assert f"  - {line}\n" in error
+    assert error.count("  - ") == 6
+    assert [path.name for path in tmp_path.iterdir()] == ["typed.py"]
+
+
 def test_every_option_of_a_recipe_is_explained(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as end:

@@ -11,11 +11,11 @@ from pith_apps.checks import changed_fields
 from pith_apps.config import config_record
 from pith_apps.convert import export_checkpoint, import_checkpoint
 from pith_apps.recipes.demo import demo
-from pith_engine.checkpoint import find_checkpoint, read_manifest, save_checkpoint
+from pith_engine.checkpoint import find_checkpoint, read_manifest, save_checkpoint, tensor_names
 from pith_engine.contract import Batch, Role, plain_hidden
 from pith_engine.fsdp import sharded_parameters
 from pith_engine.mesh import Mesh
-from pith_engine.optim import AdamW, AdamWConfig
+from pith_engine.optim import AdamW, OptimizerConfig
 from pith_models.build import ModelConfig, model_config_from_hf
 from pith_models.hf import read_hf_config
 from tiny_qwen3 import assert_same_bytes, read_weights, save_tiny_qwen3
@@ -32,13 +32,27 @@ def config_of(source: Path) -> ModelConfig:
     return model_config_from_hf(read_hf_config(source))
 
 
-@pytest.mark.parametrize("label", ["pp2-ep2", "dp2-ep2", "ep4"])
+@pytest.mark.parametrize(
+    ("label", "tied", "replicate"),
+    [
+        ("pp2-ep2", False, False),
+        ("dp2-ep2", False, False),
+        ("ep4", False, False),
+        ("pp2-ep2", True, False),
+        ("dp2-ep2", True, True),
+    ],
+)
 def test_bytes_survive_import_a_mesh_and_export(
-    label: str, source: Path, tmp_path: Path, gloo_pool
+    label: str, tied: bool, replicate: bool, tmp_path: Path, gloo_pool
 ):
+    source = tmp_path / "source"
+    save_tiny_qwen3(source, tied=tied)
     config = config_of(source)
+    assert config.tie_word_embeddings == tied
     imported = import_checkpoint(source, tmp_path / "imported", config)
-    gloo_pool.run(load_and_save, label, config, imported, tmp_path / "saved", timeout=180)
+    assert ("head" in tensor_names(imported)) != tied
+    arguments = (label, config, imported, tmp_path / "saved", replicate)
+    gloo_pool.run(load_and_save, *arguments, timeout=180)
     saved = find_checkpoint(tmp_path / "saved")
     assert saved is not None
     export_checkpoint(saved, tmp_path / "out", config, dtype=torch.bfloat16, companions=source)
@@ -58,7 +72,7 @@ def test_exported_weights_give_our_logits_in_transformers(source: Path, tmp_path
             if parameter.role is not Role.NORM:
                 parameter.shard.mul_(5)
     saved = save_checkpoint(
-        tmp_path / "saved", 1, parameters, AdamW(parameters, AdamWConfig()), {}, mesh
+        tmp_path / "saved", 1, parameters, AdamW(parameters, OptimizerConfig()), {}, mesh
     )
     export_checkpoint(saved, tmp_path / "out", config, dtype=torch.float32, companions=source)
     tokens = torch.randint(97, (2, 48), generator=torch.Generator().manual_seed(1))

@@ -41,7 +41,7 @@ def waiting() -> RunConfig:
 """
 
 
-def test_a_group_is_found_in_the_environment():
+def test_a_group_is_found_in_the_environment(monkeypatch):
     assert not is_rank({})
     assert is_rank(TORCHRUN)
     assert is_rank(SRUN)
@@ -53,6 +53,9 @@ def test_a_group_is_found_in_the_environment():
     assert (node.world_size, node.processes_here) == (8, 4)
     slurm = find_machine(2, SRUN)
     assert (slurm.world_size, slurm.processes_here) == (8, 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert find_machine(2, SRUN).num_gpus == 1
+    assert find_machine(2, {**SRUN, "SLURM_GPUS_PER_TASK": "1"}).num_gpus == 2
 
 
 def start(folder: Path, **environment: str) -> subprocess.Popen:

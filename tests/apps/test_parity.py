@@ -23,13 +23,15 @@ from pith_apps.parity import (
 )
 from pith_apps.plan import Machine
 from pith_engine.balance import BalanceConfig
-from pith_engine.contract import IGNORED_TARGET
-from pith_engine.fsdp import Unit
+from pith_engine.contract import IGNORED_TARGET, Batch
+from pith_engine.fsdp import ShardingConfig, Unit
 from pith_engine.init import initialise
 from pith_engine.lr import LearningRateConfig
-from pith_engine.mesh import parse_mesh
+from pith_engine.mesh import Mesh, parse_mesh
 from pith_engine.pipeline import Pipeline
-from pith_models.qwen3_moe import Qwen3MoeConfig
+from pith_models.qwen3_moe import Qwen3MoeChunk, Qwen3MoeConfig
+from pith_ops.cross_entropy import linear_cross_entropy
+from pith_ops.rms_norm import rms_norm
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.core
@@ -63,13 +65,16 @@ def tiny(**changes: Any) -> RunConfig:
 
 
 def parity(
-    labels: tuple[str, ...], dtype: Literal["fp64", "fp32"], broken: str | None = None
+    labels: tuple[str, ...],
+    dtype: Literal["fp64", "fp32"],
+    broken: str | None = None,
+    config: RunConfig | None = None,
 ) -> tuple[bool, str]:
     """Runs in every worker: the verdict and what was printed."""
     meshes = tuple(parse_mesh(label) for label in labels)
     output = io.StringIO()
     with contextlib.redirect_stdout(output), BREAKS[broken]() if broken else no_break():
-        agree = parity_worker(tiny(), meshes, dtype, CPU)
+        agree = parity_worker(config or tiny(), meshes, dtype, CPU)
     return agree, output.getvalue()
 
 
@@ -164,6 +169,45 @@ def nan_on_one_rank() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def replicas_not_summed() -> Iterator[None]:
+    with patch("pith_engine.fsdp.all_reduce", lambda tensor, axis: tensor):
+        yield
+
+
+@contextlib.contextmanager
+def replicas_averaged() -> Iterator[None]:
+    from pith_engine.runtime import all_reduce
+
+    def averaged(tensor: torch.Tensor, axis: Any) -> torch.Tensor:
+        return all_reduce(tensor, axis).div_(axis.size)
+
+    with patch("pith_engine.fsdp.all_reduce", averaged):
+        yield
+
+
+@contextlib.contextmanager
+def every_replica_in_the_norm() -> Iterator[None]:
+    from pith_engine.gradients import global_norm
+
+    def counted_twice(parameters: list, mesh: Any) -> torch.Tensor:
+        alone = Mesh.single().world
+        return global_norm([replace(p, replicas=alone) for p in parameters], mesh)
+
+    with patch("pith_apps.trainer.global_norm", counted_twice):
+        yield
+
+
+@contextlib.contextmanager
+def head_without_gradient() -> Iterator[None]:
+    def loss(self: Qwen3MoeChunk, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        normed = rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
+        return linear_cross_entropy(normed, self.head.detach(), batch.targets, IGNORED_TARGET)
+
+    with patch.object(Qwen3MoeChunk, "loss", loss):
+        yield
+
+
 # Test code may hold callables in a table: a worker is told by name which fault to inject.
 BREAKS: dict[str, Callable[[], AbstractContextManager]] = {
     "local token count": local_token_count,
@@ -173,6 +217,10 @@ BREAKS: dict[str, Callable[[], AbstractContextManager]] = {
     "replicas in the norm": replicas_in_the_norm,
     "weights by rank": weights_by_rank,
     "nan on one rank": nan_on_one_rank,
+    "replicas not summed": replicas_not_summed,
+    "replicas averaged": replicas_averaged,
+    "every replica in the norm": every_replica_in_the_norm,
+    "head without gradient": head_without_gradient,
 }
 
 
@@ -202,6 +250,27 @@ def test_all_meshes_agree(gloo_pool: Any, dtype: str, limit: float) -> None:
         assert wrong_columns(row, limit) == []
 
 
+def parity_with(labels: tuple[str, ...], balance: BalanceConfig) -> tuple[bool, str]:
+    """Runs in every worker, in float64: as `parity`, with this balancing."""
+    meshes, output = tuple(parse_mesh(label) for label in labels), io.StringIO()
+    with contextlib.redirect_stdout(output):
+        agree = parity_worker(tiny(balance=balance), meshes, "fp64", CPU)
+    return agree, output.getvalue()
+
+
+@pytest.mark.parametrize("method", ["none", "micro-batch", "sequence", "global-batch"])
+def test_every_balancing_agrees(gloo_pool: Any, method: str) -> None:
+    balance = BalanceConfig(method=method, coefficient=0.05, z_coefficient=0.01)  # type: ignore
+    labels = ("ep2", "pp2-ep2", "dp2-ep2")
+    agree, table = gloo_pool.run(parity_with, labels, balance, timeout=180)[0]
+    assert agree, table
+    assert [wrong_columns(row, 1e-12) for row in rows(table).values()] == [[]] * 3
+    value = float(table.splitlines()[1].split("balance ")[1].split(",")[0])
+    assert value == 0 if method == "none" else value > 0.9
+    # The frequencies given for the step before are uneven, and nothing like those of this step.
+    assert method != "global-batch" or abs(value - 1) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("broken", "columns", "meshes"),
     [
@@ -226,6 +295,55 @@ def test_a_broken_factor_shows_where_it_acts(
             continue
         assert wrong_columns(row, 1e-10) == (columns if label in meshes else []), row
         assert (" DIFFERS " in row) == (label in meshes)
+
+
+def replicated(*, dense: bool, experts: bool) -> RunConfig:
+    return tiny(sharding=ShardingConfig(replicate_dense=dense, replicate_experts=experts))
+
+
+def tied() -> RunConfig:
+    return tiny(model=replace(tiny().model, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "labels"),
+    [
+        (replicated(dense=True, experts=False), ("dp2", "dp4", "pp2-dp2", "dp2-ep2")),
+        (replicated(dense=True, experts=True), ("dp2", "pp2-dp2", "dp2-ep2")),
+        (replicated(dense=False, experts=True), ("dp2-ep2",)),
+        (tied(), ("dp2", "ep2", "pp2", "pp2-ep2")),
+        (replace(tied(), sharding=ShardingConfig(replicate_dense=True)), ("dp2-ep2", "pp2-dp2")),
+    ],
+    ids=["hsdp", "replicated", "experts", "tied", "tied-hsdp"],
+)
+def test_replicas_and_tied_embeddings_agree(
+    gloo_pool: Any, config: RunConfig, labels: tuple[str, ...]
+) -> None:
+    results = gloo_pool.run(parity, labels, "fp64", None, config, timeout=180)
+    assert [agree for agree, _ in results] == [True] * 4, results[0][1]
+    for row in rows(results[0][1]).values():
+        assert wrong_columns(row, 1e-12) == [], row
+
+
+@pytest.mark.parametrize(
+    ("broken", "config", "columns"),
+    [
+        ("replicas not summed", replicated(dense=True, experts=False), ["norm", "gradient"]),
+        ("replicas averaged", replicated(dense=True, experts=False), ["norm", "gradient"]),
+        ("every replica in the norm", replicated(dense=True, experts=True), ["norm"]),
+        ("head without gradient", tied(), ["norm", "gradient"]),
+    ],
+)
+def test_a_broken_replica_or_tie_shows(
+    gloo_pool: Any, broken: str, config: RunConfig, columns: list[str]
+) -> None:
+    labels = ("dp2", "dp2-ep2")
+    results = gloo_pool.run(parity, labels, "fp64", broken, config, timeout=180)
+    found = rows(results[0][1])
+    assert tuple(found) == labels
+    for row in found.values():
+        assert wrong_columns(row, 1e-10) == columns, row
+        assert ("replicas differ" in row) == (broken == "replicas not summed")
 
 
 def test_weights_that_depend_on_the_rank_differ(gloo_pool: Any) -> None:

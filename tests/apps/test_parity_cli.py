@@ -59,6 +59,8 @@ def test_exit_code(tmp_path: Path, source: str, code: int, verdict: str) -> None
     ("options", "named"),
     [
         (["--train.sequence-length", "-5"], "train.sequence_length is -5"),
+        (["--train.sequence-length", "1025"], "model.max_position_embeddings 1024"),
+        (["--nproc", "2"], "2 processes run, the largest mesh needs 4"),
         (["--train.device", "cuda"], "this machine shows 0 GPU(s)"),
         (["--train.device", "cpu", "--train.attention", "cudnn"], "train.attention is 'cudnn'"),
         (["--mesh.ep", "2"], "--mesh.ep: parity sets these; give --meshes and --dtype"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,9 +16,11 @@ from pith_apps.cli import main
 from pith_apps.run_log import read_metrics
 
 RECIPE = ["qwen3-30b-a3b-tiny", "--lr.schedule", "constant", "--lr.decay-steps", "None"]
+RECIPE += ["--balance.method", "global-batch", "--balance.coefficient", "0.1"]
 TINY = [*RECIPE, "--mesh.ep", "1", "--checkpoint.interval", "2"]
 SIX = [*TINY, "--train.steps", "6"]
 FOUR_RANKS = [*RECIPE, "--mesh.pp", "2", "--mesh.ep", "2"]
+TWO_STAGES = [*RECIPE, "--mesh.pp", "2", "--mesh.ep", "1"]
 
 
 def environment() -> dict[str, str]:
@@ -75,6 +78,7 @@ def test_a_run_leaves_what_it_says(folder):
         "config.json",
         "environment.json",
         "export",
+        "lock",
         "log",
         "loss.png",
         "metrics.jsonl",
@@ -122,7 +126,8 @@ def hangs() -> RunConfig:
 """
 
 
-def test_a_killed_run_resumes_and_ends_alike(folder):
+def test_a_killed_run_resumes_and_ends_alike(folder, monkeypatch, capsys):
+    """While it lives, no other process writes to its folder: neither one rank nor a launcher."""
     (folder / "hangs.py").write_text(HANGS)
     process = start(folder, "pretrain", "hangs.py", *SIX[1:], "--name", "killed")
     deadline = time.monotonic() + 200
@@ -130,6 +135,14 @@ def test_a_killed_run_resumes_and_ends_alike(folder):
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
+    monkeypatch.chdir(folder)
+    before = sorted(Path("runs", "killed").rglob("*"))
+    source = ["--source", "nowhere"]
+    for command in (["pretrain", *SIX], ["pretrain", *FOUR_RANKS], ["convert", "import", *SIX]):
+        given = source if "import" in command else []
+        assert main([*command, *given, "--name", "killed"]) == 2
+        assert "run folder runs/killed is in use by another process" in capsys.readouterr().err
+    assert sorted(Path("runs", "killed").rglob("*")) == before
     process.send_signal(signal.SIGKILL)
     process.communicate()
     output = pith(folder, "pretrain", *SIX, "--name", "killed")
@@ -158,6 +171,21 @@ def test_what_decides_the_numbers_may_not_change_on_resume(folder, monkeypatch, 
     assert "nothing is left to train" in output
 
 
+def test_muon_says_what_it_updates_and_is_not_exchanged_for_adamw(folder, monkeypatch, capsys):
+    command = ["pretrain", *TWO_STAGES, "--name", "muon", "--train.steps", "2"]
+    output = pith(folder, *command, "--optim.method", "muon")
+    rows = [line.split() for line in output.splitlines() if line.startswith(("adamw ", "muon "))]
+    assert {(method, role) for method, role, *_ in rows} == {
+        *(("adamw", role) for role in ("embedding", "head", "norm", "router")),
+        *(("muon", role) for role in ("expert", "matrix")),
+    }
+    elements = sum(int(row[-1].replace(",", "")) for row in rows)
+    assert f"parameters: {elements:,} in all" in output
+    monkeypatch.chdir(folder)
+    assert main(command) == 2
+    assert "optim.method: muon -> adamw\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", [["convert", "export"], ["evaluate"]])
 def test_the_model_must_be_that_of_the_checkpoint(folder, monkeypatch, capsys, verb):
     monkeypatch.chdir(folder)
@@ -182,6 +210,24 @@ def test_evaluate_repeats_the_last_held_out_loss(folder):
         if record.get("step") == 6 and "held_out_loss" in record
     )
     assert f"held-out loss {recorded:.6f} after step 6" in output
+
+
+def test_frequencies_that_a_checkpoint_does_not_hold_are_missed(folder):
+    """With them a run of `global-batch` balancing ends as `whole`: that is shown by `killed`."""
+    run = folder / "runs" / "forgotten"
+    shutil.copytree(folder / "runs" / "whole", run)
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    saved = run / "checkpoints" / "step-00000004" / "manifest.json"
+    manifest = json.loads(saved.read_text())
+    assert len(manifest["run"].pop("expert_counts")) > 1
+    saved.write_text(json.dumps(manifest))
+    output = pith(folder, "pretrain", *TINY, "--name", "forgotten", "--train.steps", "5")
+    assert "resumed at step 4 of 5" in output
+    assert "it holds no expert frequencies" in output
+    assert "it holds no expert frequencies" not in (folder / "whole.txt").read_text()
+    whole, found = steps_of(folder, "whole"), steps_of(folder, "forgotten")
+    assert found[:4] == whole[:4]
+    assert found[4] != whole[4]
 
 
 # Rank 1 fails in the third step: by an exception of its own, or by a gradient that is not finite.

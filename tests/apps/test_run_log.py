@@ -1,9 +1,11 @@
 """The step line, `metrics.jsonl` and what a resumed run makes of them."""
 
+import errno
 import json
 import math
-import sys
 import time
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,12 @@ from pith_apps.run_log import (
     RunLog,
     StepRecord,
     format_seconds,
+    held_run_folder,
     peak_memory_bytes,
     read_metrics,
     write_run_facts,
 )
+from pith_engine.pipeline import StepLosses
 
 CPU = torch.device("cpu")
 
@@ -26,10 +30,15 @@ def open_log(folder: Path, rank: int = 0, **changes: object) -> RunLog:
 
 
 def log_step(log: RunLog, **changes: float) -> None:
-    numbers: dict = {"loss": 2 / 3, "balance_loss": 1.0312345678901234, "max_load": 1.5}
-    numbers |= {"learning_rate": 1e-3 / 3, "grad_norm": math.pi, "num_tokens": 2048}
-    numbers |= {"num_targets": 2000, "peak_memory": 3 << 29}
-    log.log_step(**{**numbers, **changes})
+    numbers: dict = {"loss": 2 / 3, "balance": 1.0312345678901234, "num_targets": 2000}
+    numbers |= {"max_load": 1.5, "dead_experts": 3, "load_entropy": 0.96875}
+    log.log_step(
+        StepLosses(**{**numbers, **changes}),
+        learning_rate=1e-3 / 3,
+        grad_norm=math.pi,
+        num_tokens=2048,
+        peak_memory=3 << 29,
+    )
 
 
 def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,13 +48,14 @@ def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             time.sleep(0.2)
         time.sleep(0.1)
         log_step(log)
-        log_step(log, num_targets=0, max_load=None)
+        log_step(log, num_targets=0, max_load=0.0, dead_experts=0, load_entropy=0.0)
+        log_step(log, z_loss=5.25)
     lines = capsys.readouterr().out.splitlines()
     for part in [
         "step  1/10  ",
         "loss 0.6667",
         "balance 1.031",
-        "max-load 1.50",
+        "max-load 1.50  dead 3  entropy 0.969",
         "lr 3.33e-04",
         "grad norm 3.142",
         " tok/s  ",
@@ -55,10 +65,12 @@ def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "ETA 0:00:0",
     ]:
         assert part in lines[0], part
-    assert "max-load n/a" in lines[1]
+    assert "  max-load n/a  lr " in lines[1]
     assert lines[1].endswith("skipped 1")
+    assert "z " not in lines[0]
+    assert "balance 1.031  z 5.250  max-load" in lines[2]
 
-    first, second = [StepRecord(**record) for record in read_metrics(tmp_path)]  # type: ignore
+    first, second, third = [StepRecord(**record) for record in read_metrics(tmp_path)]  # type: ignore
     assert (first.loss, first.balance_loss, first.grad_norm) == (
         2 / 3,
         1.0312345678901234,
@@ -72,7 +84,9 @@ def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert first.tokens_per_second_per_rank == first.tokens_per_second / 4
     assert first.eta_seconds == pytest.approx(9 * first.step_seconds)
     assert (second.step, second.tokens_seen, second.num_skipped_steps) == (2, 2000, 1)
-    assert second.max_load is None
+    assert (first.max_load, first.dead_experts, first.load_entropy) == (1.5, 3, 0.96875)
+    assert (second.max_load, second.dead_experts, second.load_entropy) == (None, None, None)
+    assert (first.z_loss, third.z_loss) == (0.0, 5.25)
     assert second.eta_seconds == pytest.approx(8 * (first.step_seconds + second.step_seconds) / 2)
 
 
@@ -179,9 +193,40 @@ def test_tensorboard_holds_the_scalars_and_no_step_twice(tmp_path: Path) -> None
     assert [(e.step, e.value) for e in events.Scalars("held_out_loss")] == [(3, 0.5)]
 
 
-def test_missing_tensorboard_says_what_to_install(
+def test_damaged_metrics_are_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged"):
+        read_metrics(tmp_path)
+
+
+def hold(folder: Path, ready: Event) -> None:
+    with held_run_folder(folder):
+        ready.set()
+        time.sleep(60)
+
+
+def test_a_run_folder_is_held_until_its_process_ends_however(tmp_path: Path) -> None:
+    context = get_context("spawn")
+    ready = context.Event()
+    holder = context.Process(target=hold, args=(tmp_path / "run", ready))
+    holder.start()
+    assert ready.wait(60)
+    refused = pytest.raises(ValueError, match="run is in use by another process")
+    with refused, held_run_folder(tmp_path / "run"):
+        pass
+    holder.kill()
+    holder.join()
+    for _ in range(2):
+        with held_run_folder(tmp_path / "run"):
+            pass
+
+
+def test_a_file_system_without_locks_is_no_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match=r"pip install 'pith-apps\[tensorboard\]'"):
-        open_log(tmp_path, tensorboard=True)
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("pith_apps.run_log.flock", no_locks)
+    with pytest.warns(UserWarning, match="not protected"), held_run_folder(tmp_path):
+        pass

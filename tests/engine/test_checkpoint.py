@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from engine_chunks import HSDP, REPLICATED, SHARDED
 from pith_engine.checkpoint import (
     MANIFEST_NAME,
     StoredBlock,
@@ -22,8 +23,9 @@ from pith_engine.checkpoint import (
 from pith_engine.fsdp import canonical_blocks, shard_chunks
 from pith_engine.init import initialise
 from pith_engine.mesh import Mesh, parse_mesh
-from pith_engine.optim import AdamW, AdamWConfig
+from pith_engine.optim import AdamW, OptimizerConfig
 from pith_engine.runtime import gather_objects
+from torch.distributed.checkpoint import FileSystemReader
 from toy_model import EXPERTS, HIDDEN, VOCABULARY, toy_chunks
 
 CPU = torch.device("cpu")
@@ -31,12 +33,12 @@ LAYERS = {1: (2, 2), 2: (1, 1, 1, 1)}
 DENSE = (1,)
 
 
-def make_state(mesh, seed):
+def make_state(mesh, seed, sharding=SHARDED):
     """Parameters with weights and moments that depend on the seed and the canonical name alone."""
     chunks = toy_chunks(LAYERS[mesh.pp.size], mesh, DENSE)
-    units = shard_chunks(chunks, mesh, compute_dtype=torch.float32, device=CPU)
+    units = shard_chunks(chunks, mesh, sharding=sharding, compute_dtype=torch.float32, device=CPU)
     parameters = [parameter for unit in units for parameter in unit.parameters]
-    optimizer = AdamW(parameters, AdamWConfig())
+    optimizer = AdamW(parameters, OptimizerConfig())
     initialise(parameters, seed)
     for parameter in parameters:
         for tensor in optimizer.moments()[parameter.name].values():
@@ -44,19 +46,19 @@ def make_state(mesh, seed):
     return parameters, optimizer
 
 
-def save_on(label, folder, step):
+def save_on(label, folder, step, sharding=SHARDED):
     mesh = Mesh.create(parse_mesh(label), timedelta(seconds=30))
     if mesh is not None:
-        parameters, optimizer = make_state(mesh, seed=5)
+        parameters, optimizer = make_state(mesh, 5, sharding)
         save_checkpoint(folder, step, parameters, optimizer, {"tokens": 12}, mesh)
 
 
-def load_on(label, path):
+def load_on(label, path, sharding=SHARDED):
     """Load over other values; returns every canonical block of weights and both moments."""
     mesh = Mesh.create(parse_mesh(label), timedelta(seconds=30))
     if mesh is None:
         return None
-    parameters, optimizer = make_state(mesh, seed=9)
+    parameters, optimizer = make_state(mesh, 9, sharding)
     manifest = load_checkpoint(path, parameters, optimizer, mesh)
     assert optimizer.num_steps == manifest.step
     found = []
@@ -72,14 +74,27 @@ def whole_tensors(blocks):
     whole = {}
     for name, shape, offsets, tensor in blocks:
         target = whole.setdefault(name, torch.full(shape, torch.nan))
-        target[tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))] = tensor
+        place = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
+        assert ((target[place] == tensor) | target[place].isnan()).all(), f"{name}: replicas differ"
+        target[place] = tensor
     return whole
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("written", ["single", "pp2-ep2", "dp4", "ep4"])
-def test_every_mesh_reads_what_every_other_wrote(gloo_pool, tmp_path, written):
-    gloo_pool.run(save_on, written, tmp_path, 7)
+@pytest.mark.parametrize(
+    ("written", "sharding"),
+    [
+        ("single", SHARDED),
+        ("pp2-ep2", SHARDED),
+        ("dp4", SHARDED),
+        ("ep4", SHARDED),
+        ("dp2-ep2", HSDP),
+        ("pp2-dp2", REPLICATED),
+        ("dp4", REPLICATED),
+    ],
+)
+def test_every_mesh_reads_what_every_other_wrote(gloo_pool, tmp_path, written, sharding):
+    gloo_pool.run(save_on, written, tmp_path, 7, sharding)
     path = find_checkpoint(tmp_path)
     assert path is not None
     assert read_manifest(path).run == {"tokens": 12}
@@ -91,8 +106,12 @@ def test_every_mesh_reads_what_every_other_wrote(gloo_pool, tmp_path, written):
             for b in canonical_blocks(parameter, tensor):
                 expected[f"{kind}.{b.name}"] = b.tensor
     assert expected["model.layers.2.mlp.one"].shape == (EXPERTS, 10, HIDDEN)
-    for label in ("single", "pp2-dp2", "ep2", "dp2-ep2"):
-        loaded = whole_tensors(gloo_pool.run(load_on, label, path)[0])
+    # Each block is there once: replicas overlap nothing.
+    for key, stored in FileSystemReader(path).read_metadata().state_dict_metadata.items():
+        assert sum(chunk.sizes.numel() for chunk in stored.chunks) == stored.size.numel(), key
+    readers = [(label, SHARDED) for label in ("single", "pp2-dp2", "ep2", "dp2-ep2")]
+    for label, reading in [*readers, ("dp2-ep2", HSDP), ("pp2-dp2", REPLICATED)]:
+        loaded = whole_tensors(gloo_pool.run(load_on, label, path, reading)[0])
         assert loaded.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(loaded[name], tensor), (label, name)
@@ -182,6 +201,30 @@ def test_an_incomplete_checkpoint_is_passed_over_with_a_warning(tmp_path, how):
         assert find_checkpoint(tmp_path).name == "step-00000003"
     with pytest.raises(ValueError, match="incomplete"):
         load_checkpoint(tmp_path / "step-00000010", parameters, optimizer, mesh)
+
+
+def load_damaged(path):
+    mesh = Mesh.create(parse_mesh("dp4"), timedelta(seconds=30))
+    try:
+        load_checkpoint(path, *make_state(mesh, seed=9), mesh)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_file_that_changed_is_named_on_every_rank(gloo_pool, tmp_path):
+    gloo_pool.run(save_on, "dp4", tmp_path, 7)
+    path = tmp_path / "step-00000007"
+    files = sorted(file for file in path.iterdir() if file.name != MANIFEST_NAME)
+    assert len(files) == 5
+    for file in files:
+        content = file.read_bytes()
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        assert find_checkpoint(tmp_path) == path
+        for error in gloo_pool.run(load_damaged, path):
+            assert f"is damaged, {file.name} changed after saving" in error
+        file.write_bytes(content)
+    assert gloo_pool.run(load_damaged, path) == [None] * 4
 
 
 def test_a_save_replaces_the_same_step_and_ignores_what_a_killed_save_left(tmp_path):

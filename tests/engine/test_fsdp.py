@@ -3,13 +3,23 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
-from engine_chunks import CPU, HIDDEN, declared_chunks, declared_units, whole_tensors
-from pith_engine.contract import DeclaredParameter, ModelChunk, Role, declare
+from engine_chunks import (
+    CPU,
+    HIDDEN,
+    HSDP,
+    REPLICATED,
+    SHARDED,
+    declared_chunks,
+    declared_units,
+    whole_tensors,
+)
+from pith_engine.contract import ModelChunk, Role, declare
 from pith_engine.fsdp import (
+    Unit,
     canonical_blocks,
     chunk_bounds,
     cut_block,
+    shard_axes,
     shard_chunks,
     sharded_parameters,
 )
@@ -18,7 +28,18 @@ from pith_engine.runtime import gather_objects
 from torch import nn
 
 TIMEOUT = timedelta(seconds=30)
-MESHES = [MeshConfig(dp=4), MeshConfig(dp=2, ep=2), MeshConfig(ep=4), MeshConfig(pp=2, dp=2)]
+CASES = [
+    (MeshConfig(dp=4), SHARDED),
+    (MeshConfig(dp=2, ep=2), SHARDED),
+    (MeshConfig(ep=4), SHARDED),
+    (MeshConfig(pp=2, dp=2), SHARDED),
+    (MeshConfig(dp=2, ep=2), HSDP),
+    (MeshConfig(dp=2, cp=2), HSDP),
+    (MeshConfig(dp=2, ep=2), REPLICATED),
+    (MeshConfig(dp=2, cp=2), REPLICATED),
+    (MeshConfig(pp=2, dp=2), REPLICATED),
+    (MeshConfig(ep=4), REPLICATED),
+]
 
 
 def random_for(*key, shape, dtype=torch.float64):
@@ -44,10 +65,10 @@ def expected_full(parameter, index, ep_rank):
     return whole
 
 
-def gather_and_reduce(config, dtype):
+def gather_and_reduce(config, sharding, dtype):
     """Returns this rank's facts: reduced blocks and the gradients that went in."""
     mesh = Mesh.create(config, TIMEOUT)
-    chunks, units, parameters = declared_units(mesh, dtype)
+    chunks, units, parameters = declared_units(mesh, dtype, sharding)
     assert all(p.full.isnan().all() for p in parameters)
     fill_by_position(parameters)
     for unit in units:
@@ -81,21 +102,33 @@ def gather_and_reduce(config, dtype):
 
 
 def gather_and_reduce_all(dtype):
-    return [gather_and_reduce(config, dtype) for config in MESHES]
+    return [gather_and_reduce(*case, dtype) for case in CASES]
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gather_gives_the_whole_and_reduce_sums_over_the_axis(gloo_pool, dtype):
     results = gloo_pool.run(gather_and_reduce_all, dtype)
-    for case, config in enumerate(MESHES):
+    for case, (config, sharding) in enumerate(CASES):
         facts = [rank[case] for rank in results]
         for position, (name, is_expert, *_) in enumerate(facts[0]):
             for rank in range(4):
                 mesh = Mesh.plan(config, rank)
-                axis = mesh.expert_data if is_expert else mesh.data
+                whole = mesh.expert_data if is_expert else mesh.data
+                _, replicas = shard_axes(mesh, sharding, is_expert=is_expert)
                 _, _, shape, offsets, grad, own = facts[rank][position]
-                total = sum(facts[peer][position][5] for peer in axis.ranks)
+                # A replica's ranks first, then the replicas (two, so their order is nothing).
+                parts = [Mesh.plan(config, peer) for peer in whole.ranks]
+                total = sum(
+                    sum(
+                        facts[part.rank][position][5]
+                        for part in parts
+                        if replicas.size == 1 or part.dp.rank == replica
+                    )
+                    for replica in range(replicas.size)
+                )
+                for peer in replicas.ranks:
+                    assert torch.equal(grad, facts[peer][position][4])
                 first = offsets[0] - (mesh.ep.rank * own.shape[0] if is_expert else 0)
                 block = cut_block(total, (first, *offsets[1:]), grad.shape)
                 # Sums in rank order on gloo: equal to the bit.
@@ -292,28 +325,111 @@ def test_on_the_meta_device_nothing_is_allocated():
     assert all(p.shard.is_meta and p.full.is_meta for p in sharded_parameters(units))
 
 
-def test_undeclared_and_tied_parameters_are_refused():
+def test_undeclared_parameters_are_refused():
     mesh = Mesh.single()
     chunk = ModelChunk(is_first=True, is_last=False)
     chunk.weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(ValueError, match=r"weight: every parameter comes from declare"):
         shard_chunks([chunk], mesh, compute_dtype=torch.float32, device=CPU)
-    chunk.weight = declare((2, 2), Role.MATRIX)
-    chunk.other = chunk.weight
-    assert isinstance(chunk.other, DeclaredParameter)
-    with pytest.raises(ValueError, match="tied"):
-        shard_chunks([chunk], mesh, compute_dtype=torch.float32, device=CPU)
+    layer = declared_chunks(mesh)[0]
+    layer.layers["1"] = layer.layers["0"]
+    names = {
+        unit.name for unit in shard_chunks([layer], mesh, compute_dtype=torch.float32, device=CPU)
+    }
+    assert names == {"embedding", "layers.0", "layers.0.experts"}
+    with pytest.raises(AssertionError, match=r"two parameters are called layers\.0\.norm"):
+        shard_chunks(
+            declared_chunks(mesh, layers=(0, 0)), mesh, compute_dtype=torch.float32, device=CPU
+        )
 
 
-def optimizer_bytes(config):
-    mesh = Mesh.create(config, TIMEOUT)
-    _, _, parameters = declared_units(mesh)
-    return sum(p.shard.numel() for p in parameters), dist.get_world_size()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_a_parameter_of_two_names_is_one_whose_gradient_sums_both_uses(num_chunks, dtype):
+    """Each use has a backward of its own, as chunks have; then both in one backward."""
+    first = ModelChunk(is_first=True, is_last=num_chunks == 1)
+    last = first if num_chunks == 1 else ModelChunk(is_first=False, is_last=True)
+    first.embedding = declare((13, 5), Role.EMBEDDING, std=0.1)
+    last.head = first.embedding
+    last.final_norm = declare((5,), Role.NORM)
+    chunks = [first, last][:num_chunks]
+    units = shard_chunks(chunks, Mesh.single(), compute_dtype=dtype, device=CPU)
+    assert [[p.name for p in u.parameters] for u in units] == [["embedding"], ["final_norm"]]
+    assert first.embedding is last.head is units[0].parameters[0].full
+    assert isinstance(first.embedding, nn.Parameter)
+    [parameter] = units[0].parameters
+    parameter.shard.copy_(random_for(1, shape=(13, 5)))
+    tokens, upstream = torch.tensor([3, 3, 12]), random_for(2, shape=(3, 13)).to(dtype)
+    plain = parameter.shard.clone().requires_grad_()
+    ((plain[tokens].tanh() @ plain.T) * upstream).sum().backward()
+    tolerance = 1e-14 if dtype == torch.float64 else 1e-5
+    for is_one_backward in (False, True):
+        units[0].gather()
+        embedded = first.embedding[tokens]
+        hidden = embedded if is_one_backward else embedded.detach().requires_grad_()
+        ((hidden.tanh() @ last.head.T) * upstream).sum().backward()
+        if not is_one_backward:
+            embedded.backward(hidden.grad)
+        units[0].reduce()
+        torch.testing.assert_close(parameter.grad, plain.grad, rtol=tolerance, atol=tolerance)
 
 
-def test_every_rank_holds_its_share(gloo_pool):
-    whole = sum(p.shard.numel() for p in declared_units(Mesh.single())[2])
-    for config in (MeshConfig(dp=4), MeshConfig(ep=4), MeshConfig(dp=2, ep=2)):
-        shares = [elements for elements, _ in gloo_pool.run(optimizer_bytes, config)]
-        assert sum(shares) == whole
-        assert max(shares) <= whole / 4 * 1.03
+@pytest.mark.parametrize(
+    ("config", "sharding", "num_shards"),
+    [
+        (MeshConfig(dp=4), SHARDED, 4),
+        (MeshConfig(ep=4), SHARDED, 4),
+        (MeshConfig(dp=2, ep=2), SHARDED, 4),
+        (MeshConfig(dp=2, cp=2, ep=2), HSDP, (4, 8)),
+        (MeshConfig(dp=2, cp=2, ep=2), REPLICATED, 4),
+        (MeshConfig(dp=4, ep=2), HSDP, (2, 8)),
+        (MeshConfig(dp=4), REPLICATED, 1),
+    ],
+)
+def test_every_rank_holds_its_share(config, sharding, num_shards):
+    """Elements of shards, and so bytes of optimizer state, are the whole over its shards."""
+    whole = declared_units(Mesh.single())[2]
+    by_kind = num_shards if isinstance(num_shards, tuple) else (num_shards, num_shards)
+    for is_expert, shards in enumerate(by_kind):
+        total = sum(p.shard.numel() for p in whole if p.role.is_expert == is_expert)
+        shares = [
+            sum(p.shard.numel() for p in parameters if p.role.is_expert == is_expert)
+            for rank in range(config.world_size)
+            for _, _, parameters in [declared_units(Mesh.plan(config, rank), sharding=sharding)]
+        ]
+        assert sum(shares) == total * config.world_size // shards
+        assert max(shares) <= total / shards * 1.03
+
+
+@pytest.mark.parametrize("sharding", [SHARDED, REPLICATED])
+def test_four_experts_on_eight_ranks_leave_no_rank_out(sharding):
+    config = MeshConfig(dp=2, cp=8) if sharding == REPLICATED else MeshConfig(dp=8)
+    sizes = set()
+    for rank in range(config.world_size):
+        mesh = Mesh.plan(config, rank)
+        declared = {"mlp.up": declare((4, 6, 16), Role.EXPERT_MATRIX)}
+        unit = Unit(
+            "mlp", declared, mesh, sharding=sharding, compute_dtype=torch.float32, device=CPU
+        )
+        sizes.add((unit.parameters[0].shard.numel(), unit._shards.numel()))
+    assert sizes == {(48, 64)}  # an eighth each, in a row that is aligned to 64 elements
+
+
+@pytest.mark.parametrize("config", [MeshConfig(dp=2, cp=2, ep=2), MeshConfig(dp=3, ep=2)])
+@pytest.mark.parametrize("sharding", [HSDP, REPLICATED])
+def test_every_replica_tiles_every_tensor(config, sharding):
+    pieces: dict[int, list] = {}
+    for rank in range(config.world_size):
+        mesh = Mesh.plan(config, rank)
+        for p in declared_units(mesh, sharding=sharding)[2]:
+            is_replicated = sharding.replicate_experts or not p.role.is_expert
+            assert p.replicas.size == (config.dp if is_replicated else 1)
+            assert p.replicas.rank == (mesh.dp.rank if is_replicated else 0)
+            assert p.replicas.ranks[p.replicas.rank] == rank
+            p.shard.fill_(rank)
+            for replica in [p.replicas.rank] if is_replicated else range(config.dp):
+                pieces.setdefault(replica, []).append((p.name, p.shard, p.global_shape, p.offsets))
+    assert all(
+        not whole.isnan().any() for r in pieces for whole in whole_tensors(pieces[r]).values()
+    )
+    assert len(pieces) == config.dp

@@ -1,10 +1,11 @@
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
-from engine_chunks import declared_units
+from engine_chunks import CPU, HSDP, REPLICATED, SHARDED, declared_units
 from pith_engine.contract import Batch, Role, declare
-from pith_engine.fsdp import Unit
+from pith_engine.fsdp import Unit, cut_block
 from pith_engine.gradients import (
     clip_gradients,
     count_targets,
@@ -13,16 +14,20 @@ from pith_engine.gradients import (
 )
 from pith_engine.init import initialise
 from pith_engine.mesh import Mesh, MeshConfig
-from pith_engine.optim import AdamW, AdamWConfig
+from pith_engine.optim import AdamW, OptimizerConfig
 
 TIMEOUT = timedelta(seconds=30)
-MESHES = [
-    MeshConfig(dp=4),
-    MeshConfig(ep=4),
-    MeshConfig(dp=2, ep=2),
-    MeshConfig(pp=2, ep=2),
-    MeshConfig(dp=2, cp=2),
-    MeshConfig(pp=4),
+CASES = [
+    (MeshConfig(dp=4), SHARDED),
+    (MeshConfig(ep=4), SHARDED),
+    (MeshConfig(dp=2, ep=2), SHARDED),
+    (MeshConfig(pp=2, ep=2), SHARDED),
+    (MeshConfig(dp=2, cp=2), SHARDED),
+    (MeshConfig(pp=4), SHARDED),
+    (MeshConfig(dp=2, ep=2), HSDP),
+    (MeshConfig(pp=2, dp=2), HSDP),
+    (MeshConfig(dp=2, cp=2), REPLICATED),
+    (MeshConfig(dp=4), REPLICATED),
 ]
 
 
@@ -46,9 +51,9 @@ def test_targets_are_counted_over_the_data_ranks_once(gloo_pool):
     assert count_targets([batch_of([-100, 3]), batch_of([1, 2])], Mesh.single()) == 3
 
 
-def gradients_of_shares(mesh, layers):
+def gradients_of_shares(mesh, layers, sharding=SHARDED):
     """Units whose gradients are cut from whole random tensors, one a name."""
-    _, _, parameters = declared_units(mesh, layers=layers)
+    _, _, parameters = declared_units(mesh, sharding=sharding, layers=layers)
     for p in parameters:
         seed = sum(p.name.encode()) * 31 + len(p.name)
         generator = torch.Generator().manual_seed(seed)
@@ -60,10 +65,10 @@ def gradients_of_shares(mesh, layers):
 
 def norms():
     found = []
-    for config in MESHES:
+    for config, sharding in CASES:
         mesh = Mesh.create(config, TIMEOUT)
         stage = (2 * mesh.pp.rank, 2 * mesh.pp.rank + 1)
-        parameters = gradients_of_shares(mesh, stage)
+        parameters = gradients_of_shares(mesh, stage, sharding)
         if mesh.pp.rank:
             parameters = [p for p in parameters if p.name.startswith("layers")]
         norm = global_norm(parameters, mesh)
@@ -75,7 +80,7 @@ def norms():
 @pytest.mark.core
 def test_the_norm_is_global_on_every_mesh(gloo_pool):
     results = gloo_pool.run(norms)
-    for case, config in enumerate(MESHES):
+    for case, (config, _) in enumerate(CASES):
         parameters = gradients_of_shares(Mesh.single(), tuple(range(2 * config.pp)))
         expected = sum(p.grad.square().sum() for p in parameters).sqrt().item()
         for rank in range(4):
@@ -83,6 +88,26 @@ def test_the_norm_is_global_on_every_mesh(gloo_pool):
             assert norm == pytest.approx(expected, rel=1e-13)
             assert clipped == pytest.approx(2.5, rel=1e-13)
         assert len({rank[case] for rank in results}) == 1
+
+
+def test_seven_rows_on_four_ranks_of_two_replicas_count_once():
+    """A rank at a time, without groups: what each adds to the sum of squares."""
+    whole = torch.randn(7, 3, dtype=torch.float64)
+    squares, rows = [], []
+    for rank in range(8):
+        mesh = Mesh.plan(MeshConfig(dp=2, cp=2, ep=2), rank)
+        declared = {"layers.0.w": declare((7, 3), Role.MATRIX)}
+        unit = Unit(
+            "layers.0", declared, mesh, sharding=HSDP, compute_dtype=torch.float64, device=CPU
+        )
+        [p] = unit.parameters
+        p.grad.copy_(cut_block(whole, p.offsets, p.grad.shape))
+        rows.append(len(p.grad))
+        with patch("pith_engine.gradients.all_reduce", lambda tensor, axis: tensor):
+            squares.append(global_norm([p], mesh).item() ** 2)
+    assert rows == [2, 2, 2, 1] * 2
+    assert squares[4:] == [0.0] * 4
+    assert sum(squares) == pytest.approx(whole.square().sum().item(), rel=1e-14)
 
 
 def three_and_four():
@@ -123,11 +148,11 @@ def test_norm_of_a_large_fp32_gradient_is_accurate():
     assert norm == pytest.approx(parameter.grad.double().norm().item(), rel=1e-12)
 
 
-def poisoned(value):
+def poisoned(value, sharding):
     mesh = Mesh.create(MeshConfig(dp=2, ep=2), TIMEOUT)
-    _, units, parameters = declared_units(mesh)
+    _, units, parameters = declared_units(mesh, sharding=sharding)
     initialise(parameters, 0)
-    optimizer = AdamW(parameters, AdamWConfig())
+    optimizer = AdamW(parameters, OptimizerConfig())
     message = ""
     for step in (1, 2, 3):
         for unit in units:
@@ -156,10 +181,14 @@ def poisoned(value):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("sharding", [SHARDED, REPLICATED])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_one_nan_stops_every_rank_before_the_update(gloo_pool, value):
-    messages = gloo_pool.run(poisoned, value)
+def test_one_nan_stops_every_rank_before_the_update(gloo_pool, value, sharding):
+    messages = gloo_pool.run(poisoned, value, sharding)
     assert len(set(messages)) == 1
     assert "step 3" in messages[0]
-    # Expert 2 of rank 1's four lies in the shard of dp rank 1, ep rank 1: rank 3.
+    # Expert 2 of rank 1's four lies in the shard of dp rank 1, ep rank 1: rank 3. Replicated, it
+    # reaches both ranks that hold these experts.
     assert "layers.1.experts.gate_up on rank 3 (1 elements)" in messages[0]
+    is_everywhere = "layers.1.experts.gate_up on rank 1 (1 elements)" in messages[0]
+    assert is_everywhere == (sharding == REPLICATED)

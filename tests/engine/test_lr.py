@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pith_engine.lr import LearningRateConfig, learning_rate
+from pith_engine.lr import LearningRateConfig, learning_rate, reaches_peak
 
 
 def rates(config: LearningRateConfig, total: int) -> list[float]:
@@ -62,6 +62,20 @@ def test_runs_shorter_than_warmup_and_decay():
     assert rates(LearningRateConfig(peak=1.0, warmup_steps=5), 5)[-1] == 1.0
 
 
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
+def test_a_run_too_short_for_its_peak_is_known(schedule):
+    for warmup in range(4):
+        for decay in range(1, 4) if schedule == "wsd" else [None]:
+            config = LearningRateConfig(
+                schedule=schedule, peak=1.0, warmup_steps=warmup, decay_steps=decay
+            )
+            for total in range(1, 9):
+                # The cosine without warmup has left the peak at its first step.
+                below = schedule == "cosine" and not warmup
+                has_peak = below or max(rates(config, total)) == 1.0
+                assert reaches_peak(config, total) == has_peak, (config, total)
+
+
 @pytest.mark.parametrize("step", [0, -1, 11])
 def test_steps_outside_the_run_are_refused(step):
     with pytest.raises(ValueError, match=f"step is {step}; allowed are 1 to total_steps 10"):
@@ -87,9 +101,9 @@ def test_steps_outside_the_run_are_refused(step):
 )
 def test_bad_fields_are_refused(fields, match):
     with pytest.raises(ValueError, match=match):
-        LearningRateConfig(**{"peak": 1.0, **fields})
+        learning_rate(LearningRateConfig(**{"peak": 1.0, **fields}), 1, 10)
 
 
 def test_all_violations_come_at_once():
-    with pytest.raises(ValueError, match=r"peak is 0.*warmup_steps is -2.*decay_steps is 3"):
-        LearningRateConfig(peak=0.0, warmup_steps=-2, decay_steps=3)
+    found = LearningRateConfig(peak=0.0, warmup_steps=-2, decay_steps=3).violations()
+    assert [line.split()[0] for line in found] == ["lr.peak", "lr.warmup_steps", "lr.decay_steps"]

@@ -22,7 +22,8 @@ def test_axes_of_every_rank(sizes):
         mesh = Mesh.plan(config, rank)
         place = (mesh.pp.rank, mesh.dp.rank, mesh.cp.rank, mesh.ep.rank)
         seen.add(place)
-        for axis in (mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.data, mesh.expert_data, mesh.world):
+        axes = (mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.data, mesh.expert_data, mesh.world)
+        for axis in (*axes, mesh.dense_shards):
             assert axis.ranks[axis.rank] == rank
             assert len(axis.ranks) == axis.size and list(axis.ranks) == sorted(axis.ranks)
             for other in axis.ranks:
@@ -30,6 +31,8 @@ def test_axes_of_every_rank(sizes):
                 assert getattr(peer, axis.name).ranks == axis.ranks
         assert mesh.data.size == config.dp * config.cp * config.ep
         assert mesh.expert_data.size == config.dp * config.cp
+        assert mesh.dense_shards.size == config.cp * config.ep
+        assert set(mesh.dense_shards.ranks) & set(mesh.dp.ranks) == {rank}
         assert mesh.ep_backward.ranks == mesh.ep.ranks
         assert mesh.batch_rank == place[1] * config.ep + place[3]
         assert mesh.world.ranks == tuple(range(config.world_size))
@@ -42,7 +45,8 @@ def groups_of(config):
     if mesh is None:
         return None
     facts = {}
-    for name in ("pp", "dp", "cp", "ep", "ep_backward", "data", "expert_data", "world"):
+    names = ("pp", "dp", "cp", "ep", "ep_backward", "data", "expert_data", "world")
+    for name in (*names, "dense_shards"):
         axis = getattr(mesh, name)
         if axis.size == 1:
             assert axis.group is None
@@ -53,6 +57,8 @@ def groups_of(config):
         facts[name] = backend.options._timeout
     if mesh.ep.size > 1:
         assert mesh.ep.group is not mesh.ep_backward.group
+    if mesh.cp.size == 1:  # the same ranks, so no communicator of its own
+        assert mesh.dense_shards.group is mesh.ep.group
     return facts
 
 
@@ -86,8 +92,8 @@ def test_labels():
     for wrong in ("pp0", "pp2-", "pp2ep2", "tp2", "", "pp2-pp2", "pp", "ep2-single"):
         with pytest.raises(ValueError, match="pp2-ep2"):
             parse_mesh(wrong)
-    with pytest.raises(ValueError, match=r"mesh\.dp = 0, mesh\.ep = -1"):
-        MeshConfig(dp=0, ep=-1)
+    with pytest.raises(ValueError, match=r"(?s)mesh\.dp = 0: .*mesh\.ep = -1: "):
+        Mesh.plan(MeshConfig(dp=0, ep=-1), 0)
     with pytest.raises(ValueError, match="0 to 3"):
         Mesh.plan(MeshConfig(ep=4), 4)
 
@@ -135,3 +141,10 @@ def test_table_says_which_axis_crosses_nodes():
     assert table["ep"] == ["2", "1", "no"]
     assert table["cp"] == ["1", "-", "no"]
     assert table["world"] == ["8", "1", "yes"]
+    assert table["data"] == ["4", "1", "no"]
+    # A replica a node: its gathers stay there, only sums over dp leave it.
+    lines = describe_mesh(MeshConfig(dp=2, cp=2, ep=2), ranks_per_node=4).splitlines()
+    table = {line.split()[0]: line.split()[1:4] for line in lines[1:]}
+    assert table["data"] == ["8", "1", "yes"] and table["expert_data"] == ["4", "2", "yes"]
+    assert table["dense_shards"] == ["4", "1", "no"]
+    assert table["dp"] == ["2", "4", "yes"]

@@ -6,7 +6,7 @@ from engine_chunks import declared_units
 from pith_engine.gradients import clip_gradients, global_norm
 from pith_engine.init import initialise
 from pith_engine.mesh import Mesh, MeshConfig
-from pith_engine.optim import AdamW, AdamWConfig
+from pith_engine.optim import AdamW, OptimizerConfig
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -19,7 +19,7 @@ def test_weight_decay_touches_matrices_only(dtype):
         if p.std is None:
             p.shard.normal_()
     before = {p.name: p.shard.clone() for p in parameters}
-    AdamW(parameters, AdamWConfig(weight_decay=0.5)).step(0.1)
+    AdamW(parameters, OptimizerConfig(weight_decay=0.5)).step(0.1)
     decayed = {p.name for p in parameters if p.role.is_decayed}
     assert {n.split(".")[-1] for n in decayed} == {"embedding", "head", "router", "up", "gate_up"}
     for p in parameters:
@@ -33,7 +33,7 @@ def test_weight_decay_touches_matrices_only(dtype):
 def test_equals_torch_over_steps_with_changing_lr(dtype):
     _, _, parameters = declared_units(Mesh.single(), dtype)
     initialise(parameters, 0)
-    config = AdamWConfig(betas=(0.8, 0.9), eps=1e-3, weight_decay=0.3)
+    config = OptimizerConfig(betas=(0.8, 0.9), eps=1e-3, weight_decay=0.3)
     copies = {p.name: p.shard.clone() for p in parameters}
     groups = [
         {"params": [copies[p.name] for p in parameters if p.role.is_decayed]},
@@ -69,7 +69,7 @@ def train(config, num_steps, resume_at=None):
     mesh = Mesh.create(config, TIMEOUT)
     _, units, parameters = declared_units(mesh, torch.float32)
     initialise(parameters, 5)
-    optimizer = AdamW(parameters, AdamWConfig())
+    optimizer = AdamW(parameters, OptimizerConfig())
     norms = []
     for step in range(1, num_steps + 1):
         for unit in units:
@@ -89,7 +89,7 @@ def train(config, num_steps, resume_at=None):
                 for name, state in optimizer.moments().items()
             }
             _, units, parameters = declared_units(mesh, torch.float32)
-            optimizer = AdamW(parameters, AdamWConfig())
+            optimizer = AdamW(parameters, OptimizerConfig())
             for p, (name, shard) in zip(parameters, saved, strict=True):
                 assert p.name == name
                 p.shard.copy_(shard)
@@ -119,7 +119,7 @@ def unlike_stages():
     else:
         units, parameters = units[::-1], parameters[::-1]
     initialise(parameters, 1)
-    optimizer = AdamW(parameters, AdamWConfig())
+    optimizer = AdamW(parameters, OptimizerConfig())
     norms = []
     for _ in range(3):
         for unit in units:
@@ -142,23 +142,26 @@ def test_stages_with_other_groups_do_not_hang(gloo_pool):
 
 def test_moments_exist_from_the_start_and_names_are_unique():
     _, _, parameters = declared_units(Mesh.plan(MeshConfig(dp=4), 3))
-    moments = AdamW(parameters, AdamWConfig()).moments()
+    moments = AdamW(parameters, OptimizerConfig()).moments()
     assert list(moments) == [p.name for p in parameters]
     for p in parameters:
         for value in moments[p.name].values():
             assert value.shape == p.shard.shape and (value == 0).all()
     with pytest.raises(ValueError, match="two parameters have one name"):
-        AdamW([*parameters, parameters[0]], AdamWConfig())
+        AdamW([*parameters, parameters[0]], OptimizerConfig())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("field", ["eps", "weight_decay"])
+@pytest.mark.parametrize("field", ["eps", "weight_decay", "momentum"])
 def test_constants_that_are_not_finite_are_refused(field, value):
-    with pytest.raises(ValueError, match=f"optim.{field}"):
-        AdamWConfig(**{field: value})
+    (violation,) = OptimizerConfig(method="muon", **{field: value}).violations()
+    assert violation.startswith(f"optim.{field} = {value}")
 
 
-def test_bad_constants_are_named_together():
+def test_bad_constants_are_named_together_when_an_optimizer_is_made():
+    config = OptimizerConfig(betas=(1.0, 0.9), eps=0.0, weight_decay=-1.0, momentum=0.9)
     with pytest.raises(ValueError, match=r"betas = \(1\.0, 0\.9\)") as caught:
-        AdamWConfig(betas=(1.0, 0.9), eps=0.0, weight_decay=-1.0)
+        AdamW([], config)
     assert "optim.eps = 0.0" in str(caught.value) and "weight_decay = -1.0" in str(caught.value)
+    assert "optim.momentum = 0.9 but AdamW has betas" in str(caught.value)
+    assert OptimizerConfig(method="sgd").violations() == ["optim.method = 'sgd': adamw or muon"]

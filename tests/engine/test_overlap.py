@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import get_args
 
 import pytest
 from pith_engine.overlap import (
     Operation,
     OperationKind,
+    Recompute,
     Stream,
     check_operations,
     interleave,
@@ -25,15 +27,18 @@ def names(operations: tuple[Operation, ...]) -> list[tuple[str, int]]:
     return [(operation.kind.value, operation.index) for operation in operations]
 
 
+@pytest.mark.parametrize("recompute", get_args(Recompute))
 @pytest.mark.parametrize("defer_weights", [False, True])
-def test_every_pair_of_lengths_is_accepted(defer_weights):
+def test_every_pair_of_lengths_is_accepted(defer_weights, recompute):
+    recomputed = get_args(Recompute).index(recompute)
     for forward, backward in product(LENGTHS, LENGTHS):
-        operations = interleave(forward, backward, defer_weights=defer_weights)
-        check_operations(operations, forward, backward, defer_weights=defer_weights)
+        facts = {"defer_weights": defer_weights, "recompute": recompute}
+        operations = interleave(forward, backward, **facts)
+        check_operations(operations, forward, backward, **facts)
         sides = (0 if forward is None else 4 * forward + 1) + (
             0 if backward is None else (4 if defer_weights else 5) * backward + 1
         )
-        assert len(operations) == sides
+        assert len(operations) == sides + recomputed * (backward or 0)
 
 
 def test_one_side_alone_runs_in_model_order():
@@ -54,6 +59,16 @@ def test_one_side_alone_runs_in_model_order():
         ("backward experts", 0),
         ("backward dispatch", 0),
         ("backward weight", 0),
+        ("backward segment", 0),
+    ]
+    assert names(interleave(None, 1, recompute="attention+experts")) == [
+        ("backward segment", 1),
+        ("backward combine", 0),
+        ("recompute experts", 0),
+        ("backward experts", 0),
+        ("backward dispatch", 0),
+        ("backward weight", 0),
+        ("recompute segment", 0),
         ("backward segment", 0),
     ]
     assert names(interleave(0, None)) == [("forward segment", 0)]
@@ -117,9 +132,21 @@ def changed(place: int, **fields) -> tuple[Operation, ...]:
     return tuple(operations)
 
 
-def assert_refused(operations: tuple[Operation, ...], match: str) -> None:
+def assert_refused(
+    operations: tuple[Operation, ...], match: str, recompute: Recompute = "none"
+) -> None:
     with pytest.raises(ValueError, match=match):
-        check_operations(operations, 3, 3)
+        check_operations(operations, 3, 3, recompute=recompute)
+
+
+def exchanged(operations: tuple[Operation, ...], place: int) -> tuple[Operation, ...]:
+    """The list with neighbours `place` and `place + 1` exchanged, and all waits as they were."""
+    new_place = {place: place + 1, place + 1: place}
+    moved = [
+        replace(o, waits=tuple(new_place.get(wait, wait) for wait in o.waits)) for o in operations
+    ]
+    moved[place], moved[place + 1] = moved[place + 1], moved[place]
+    return tuple(moved)
 
 
 def test_every_missing_wait_is_refused():
@@ -164,6 +191,37 @@ def test_result_or_weight_freed_is_refused():
     ):
         frees = (*good[-1].frees, (kind, index))
         assert_refused(changed(len(good) - 1, frees=frees), "freed exactly")
+
+
+def test_kept_rows_dropped_where_the_next_dispatch_could_overwrite_them_are_refused():
+    good = interleave(3, 3, recompute="experts")
+    for layer in range(3):
+        place = names(good).index(("recompute experts", layer))
+        late = exchanged(good, place)
+        assert names(late)[place][0] == "forward segment"
+        assert_refused(late, f"forward dispatch {layer} .*may reuse its memory", "experts")
+    alone = interleave(None, 3, recompute="attention+experts")
+    place = names(alone).index(("recompute experts", 1))
+    check_operations(exchanged(alone, place - 1), None, 3, recompute="attention+experts")
+
+
+def test_a_backward_before_its_recomputation_is_refused():
+    alone = interleave(None, 3, recompute="attention+experts")
+    for kind, later in (
+        ("recompute experts", "backward experts"),
+        ("recompute segment", "backward segment"),
+    ):
+        place = names(alone).index((kind, 1))
+        swapped = exchanged(alone, place)
+        assert names(swapped)[place] == (later, 1)
+        with pytest.raises(ValueError, match=f"{later} 1 does not wait for {kind} 1"):
+            check_operations(swapped, None, 3, recompute="attention+experts")
+
+
+def test_recomputation_that_was_not_asked_for_is_refused():
+    assert_refused(interleave(3, 3, recompute="experts"), "missing, repeated or foreign")
+    assert_refused(interleave(3, 3), "missing", "experts")
+    assert_refused(interleave(3, 3, recompute="experts"), "missing", "attention+experts")
 
 
 def test_missing_repeated_misplaced_operations_are_refused():

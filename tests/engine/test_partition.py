@@ -93,7 +93,7 @@ def test_refusals(arguments, match):
 
 @pytest.mark.parametrize("layers", [(2, 2, 2, 1), (4, 0, 3, 1), (3, 3, 2), (), (9, -1)])
 def test_a_partition_that_loses_a_layer_is_refused(layers):
-    with pytest.raises(ValueError, match="add up to the 8 layers"):
+    with pytest.raises(ValueError, match="add up to 8 layers"):
         chunk_costs(layers, (1.0,) * 8, 0.0, 0.0)
 
 

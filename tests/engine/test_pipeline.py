@@ -5,18 +5,21 @@ at least one of the meshes.
 """
 
 from datetime import timedelta
+from typing import get_args
+from unittest.mock import patch
 
 import pytest
 import torch
-from pith_engine.balance import BalanceConfig, sequence_balance
+from pith_engine.balance import BalanceConfig
 from pith_engine.contract import IGNORED_TARGET, plain_hidden
 from pith_engine.fsdp import canonical_blocks, shard_chunks
 from pith_engine.gradients import count_targets
 from pith_engine.init import initialise
 from pith_engine.mesh import Mesh, parse_mesh
+from pith_engine.overlap import Recompute
 from pith_engine.pipeline import Pipeline
 from pith_engine.runtime import gather_objects
-from toy_model import HIDDEN, toy_batches, toy_chunks
+from toy_model import HIDDEN, plain_balance, toy_batches, toy_chunks
 
 NUM_BATCHES = 8
 COEFFICIENT = 0.1
@@ -57,7 +60,7 @@ def reference(layers_per_chunk, dense, dtype=torch.float64, *, only_first=False)
         loss = loss + chunks[-1].loss(states[-1][0], batch) / count
         for _, routing in states:
             if routing is not None:
-                balance = balance + sequence_balance(routing, batch) / count
+                balance = balance + plain_balance("sequence", routing, batch) / count
     (loss + COEFFICIENT * balance).backward()
     for unit in units:
         unit.reduce()
@@ -66,7 +69,9 @@ def reference(layers_per_chunk, dense, dtype=torch.float64, *, only_first=False)
     return loss.item(), balance.item() / num_moe_layers, gradients
 
 
-def run_mesh(label, layers_per_chunk, dense, dtype=torch.float64, only_first=False):
+def run_mesh(
+    label, layers_per_chunk, dense, dtype=torch.float64, only_first=False, recompute="none"
+):
     """In a worker: one step on a mesh; returns losses and canonical gradient blocks."""
     mesh = Mesh.create(parse_mesh(label), timedelta(seconds=30))
     if mesh is None:
@@ -83,6 +88,7 @@ def run_mesh(label, layers_per_chunk, dense, dtype=torch.float64, only_first=Fal
         dtype=dtype,
         device=CPU,
         balance=BalanceConfig(coefficient=COEFFICIENT),
+        recompute=recompute,
     )
     count = count_targets(batches, mesh)
     evaluated = pipeline.evaluate(batches, count)
@@ -176,6 +182,49 @@ def test_all_ranks_report_the_same_and_two_runs_agree_bit_for_bit(gloo_pool):
     again = assemble(second[2])
     for name, gradient in assemble(first[0][2]).items():
         assert torch.equal(gradient, again[name])
+
+
+def run_recomputing(label, layers_per_chunk, dense, dtype):
+    """In a worker: `run_mesh` for every kind of recomputation, and its all-to-alls on this rank."""
+    send, calls = torch.distributed.all_to_all_single, []
+
+    def counted(*args, **kwargs):
+        calls[-1] += 1
+        return send(*args, **kwargs)
+
+    results = []
+    with patch.object(torch.distributed, "all_to_all_single", counted):
+        for recompute in get_args(Recompute):
+            calls.append(0)
+            results.append(run_mesh(label, layers_per_chunk, dense, dtype, recompute=recompute))
+    return results, calls
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("label", "layers_per_chunk", "dense", "least_calls"),
+    [
+        ("single", (2, 2), (1,), 0),
+        ("dp2", (2, 1), (), 0),
+        ("ep2", (2, 2), (1,), 3 * 4 * 11),
+        ("pp2", (1, 2, 1, 1), (1,), 0),
+        ("pp2-ep2", (2, 1, 1, 1), (0,), 2 * 4 * 11),
+    ],
+)
+def test_recomputation_changes_no_bit_and_repeats_no_all_to_all(
+    gloo_pool, label, layers_per_chunk, dense, dtype, least_calls
+):
+    """Every MoE layer and micro-batch needs 4 to evaluate and 7 to train; units have their own."""
+    results, calls = gloo_pool.run(run_recomputing, label, layers_per_chunk, dense, dtype)[0]
+    expected, *others = results
+    gradients = assemble(expected[2])
+    for losses, evaluated, blocks in others:
+        assert (losses, evaluated) == expected[:2]
+        found = assemble(blocks)
+        assert found.keys() == gradients.keys()
+        assert all(torch.equal(found[name], gradients[name]) for name in gradients)
+    assert len(set(calls)) == 1 and calls[0] >= least_calls
 
 
 def single_pipeline():

@@ -17,8 +17,10 @@ from pith_engine.runtime import (
     connect_mesh,
     exchange,
     gather_objects,
+    local_gpus,
     read_launch,
     reduce_scatter,
+    start_process_group,
 )
 
 TIMEOUT = timedelta(seconds=30)
@@ -167,6 +169,15 @@ def test_launchers():
         ranks_per_node=8,
         init_method="tcp://gpu-003:21075",
     )
+    for name, value, is_own in [
+        ("SLURM_GPUS_PER_TASK", "1", True),
+        ("SLURM_NTASKS_PER_GPU", "1", True),
+        ("SLURM_GPU_BIND", "verbose,single:1", True),
+        ("SLURM_GPUS_PER_TASK", "2", False),
+        ("SLURM_NTASKS_PER_GPU", "2", False),
+        ("SLURM_GPU_BIND", "single:10", False),
+    ]:
+        assert read_launch(slurm | {name: value}).has_own_gpu == is_own, (name, value)
     lists = {"a1": "a1", "a[7]": "a7", "a,b": "a", "n[01,3-4]-x": "n01"}
     for nodes, host in lists.items():
         found = read_launch(slurm | {"SLURM_STEP_NODELIST": nodes}).init_method
@@ -177,6 +188,43 @@ def test_launchers():
     assert read_launch(batch_script) == LaunchInfo() == read_launch({})
     with pytest.raises(ValueError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
         read_launch({"RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("has_own_gpu", "seen", "usable"), [(True, 1, 4), (False, 1, 1), (True, 4, 4), (True, 0, 0)]
+)
+def test_gpus_of_a_machine(monkeypatch, has_own_gpu, seen, usable):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: seen)
+    launch = LaunchInfo(world_size=4, ranks_per_node=4, has_own_gpu=has_own_gpu)
+    assert local_gpus(launch) == usable
+
+
+@pytest.mark.parametrize(
+    ("own", "seen", "index"), [("1", 1, 0), ("1", 4, 3), ("4", 4, 3), ("4", 1, None)]
+)
+def test_the_device_of_a_slurm_task(monkeypatch, own, seen, index):
+    """Task 3 of a node uses GPU 0 where it sees its own alone, else GPU 3, if there is one."""
+    variables = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "3",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "4",
+        "SLURM_STEP_NODELIST": "a",
+        "SLURM_GPUS_PER_TASK": own,
+    }
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: seen)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
+    if index is None:
+        with pytest.raises(ValueError, match="process 3 on this machine has no GPU: 1 found"):
+            start_process_group("cuda", TIMEOUT)
+    else:
+        assert start_process_group("cuda", TIMEOUT) == torch.device("cuda", index)
 
 
 JOB = """

@@ -126,6 +126,27 @@ def test_chunks_hold_every_tensor_once_with_its_shape(mesh_config: MeshConfig):
     assert sum(prod(t.shape) for t in canonical_tensors(TINY)) == parameter_counts(TINY).total
 
 
+@pytest.mark.parametrize("layers", [(3, 3), (1, 2, 2, 1), (1,) * 6])
+def test_a_tied_model_has_one_tensor_for_both_ends(layers: tuple[int, ...]):
+    """On rank 0 the last chunk's head is the first one's embedding; it is counted once."""
+    tied = replace(TINY, tie_word_embeddings=True)
+    pp = len(layers) // 2
+    for rank in range(pp):
+        first, last = build_chunks(
+            tied,
+            Mesh.plan(MeshConfig(pp=pp), rank),
+            layers,
+            attention_backend=AttentionBackend.REFERENCE,
+        )
+        assert (first.is_first, last.is_last) == (rank == 0, rank == 0)
+        if rank == 0:
+            assert last.get_parameter("head") is first.get_parameter("embedding")
+    names = [tensor.name for tensor in canonical_tensors(tied)]
+    assert names == [t.name for t in canonical_tensors(TINY) if t.name != "head"]
+    assert parameter_counts(TINY).total - parameter_counts(tied).total == 97 * 64
+    assert forward_flops(tied, 64) == forward_flops(TINY, 64)
+
+
 def test_key_map_is_a_bijection():
     keys = [key for tensor in canonical_tensors(TINY) for key in tensor.keys]
     assert len(set(keys)) == len(keys)
@@ -145,28 +166,31 @@ def test_v_shape_gives_rank_the_ends():
 def test_meshes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"ep = 3 .*allowed: \[1, 2, 4, 8\]"):
         list(declared(Mesh.plan(MeshConfig(ep=3), 0), TINY, (3, 3)))
-    with pytest.raises(ValueError, match="needs 4 numbers"):
+    with pytest.raises(ValueError, match=r"layers_per_chunk is \(3, 3\): allowed are 4 numbers"):
         list(declared(Mesh.plan(MeshConfig(pp=2), 0), TINY, (3, 3)))
 
 
 @pytest.mark.parametrize("name", ["rope_theta", "rms_norm_eps", "initializer_range"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_constants_are_positive_and_finite(name: str, value: float):
-    with pytest.raises(ValueError, match=f"{name} = {value}: must be positive and finite"):
-        replace(TINY, **{name: value})
+    bad = replace(TINY, **{name: value})
+    assert bad.violations() == [f"model.{name} = {value}: must be positive and finite"]
+    with pytest.raises(ValueError, match=f"model.{name} = {value}"):
+        list(declared(Mesh.single(), bad, (3, 3)))
 
 
 def test_config_reports_all_faults_at_once():
-    with pytest.raises(ValueError, match="Qwen3MoeConfig") as error:
-        replace(
-            TINY,
-            head_dim=7,
-            num_key_value_heads=3,
-            num_experts_per_tok=9,
-            mlp_only_layers=(6,),
-            hidden_size=0,
-            rope_theta=0.0,
-        )
+    bad = replace(
+        TINY,
+        head_dim=7,
+        num_key_value_heads=3,
+        num_experts_per_tok=9,
+        mlp_only_layers=(6,),
+        hidden_size=0,
+        rope_theta=0.0,
+    )
+    with pytest.raises(ValueError, match=r"config\.json of a Qwen3-MoE model") as error:
+        model_config_from_hf(bad.to_hf())
     for part in (
         "hidden_size = 0",
         "head_dim = 7",
@@ -186,11 +210,19 @@ def test_both_spellings_read_alike():
     assert model_config_from_hf(fields) == model_config_from_hf(QWEN3_30B_A3B)
 
 
-@pytest.mark.parametrize("config", [TINY, replace(TINY, decoder_sparse_step=2, rope_theta=5e5)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY,
+        replace(TINY, decoder_sparse_step=2, rope_theta=5e5),
+        replace(TINY, tie_word_embeddings=True),
+    ],
+)
 def test_exported_config_reads_back(config: Qwen3MoeConfig):
     assert model_config_from_hf(config.to_hf()) == config
     theirs = TheirConfig(**config.to_hf())
     assert theirs.rope_parameters["rope_theta"] == config.rope_theta
+    assert theirs.tie_word_embeddings == config.tie_word_embeddings
     assert model_config_from_hf(theirs.to_diff_dict()) == config
 
 
@@ -204,13 +236,21 @@ def test_exported_config_reads_back(config: Qwen3MoeConfig):
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling: ['factor'] have no meaning"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "one value needed, found [10000.0, 1000000.0]"),
         ({"num_local_experts": 64}, "num_experts, num_local_experts: one value needed"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings = True: only False"),
+        (
+            {"tie_word_embeddings": "yes"},
+            "model.tie_word_embeddings is 'yes', of type str: allowed is bool",
+        ),
         ({"attention_bias": True}, "attention_bias = True: only False"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': only silu"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window = True"),
         ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size = 512"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size: missing"),
+        ({"hidden_size": "2048"}, "model.hidden_size is '2048', of type str: allowed is int"),
+        ({"mlp_only_layers": 3}, "model.mlp_only_layers is 3, of type int"),
+        ({"rope_theta": "big"}, "model.rope_theta is 'big', of type str: allowed is float"),
+        ({"head_dim": None, "num_attention_heads": 0}, "model.num_attention_heads = 0"),
+        ({"head_dim": 63}, "model.head_dim = 63: must be even"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(changes: dict, message: str):

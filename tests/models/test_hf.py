@@ -1,6 +1,7 @@
 """Hugging Face folders written by transformers: read, account for, write back byte by byte."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -59,6 +60,60 @@ def test_import_then_export_is_byte_identical(source: Path, tmp_path: Path):
     for ignored in ("_name_or_path", "transformers_version"):
         theirs.pop(ignored), ours.pop(ignored)
     assert {k: ours.get(k) for k in theirs} == theirs
+
+
+@pytest.fixture
+def tied_source(tmp_path: Path) -> Path:
+    save_tiny_qwen3(tmp_path / "tied", tied=True)
+    return tmp_path / "tied"
+
+
+def test_tied_model_is_written_as_transformers_writes_it(tied_source: Path, tmp_path: Path):
+    """One key for both ends, which are one parameter again when transformers reads the folder."""
+    out = tmp_path / "out"
+    export(tied_source, out)
+    assert_same_bytes(tied_source, out)
+    assert "lm_head.weight" not in read_weights(out)
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(f) for f in (tied_source, out))
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight
+    tokens = torch.arange(40)[None]
+    assert torch.equal(theirs(tokens).logits, ours(tokens).logits)
+
+
+def write_single_file(folder: Path, tensors: dict[str, Tensor]) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_copy_of_the_tied_embedding_must_equal_it(tied_source: Path, tmp_path: Path):
+    """Some programs write the head of a tied model too."""
+    tensors = read_weights(tied_source)
+    head = tensors["model.embed_tokens.weight"].clone()
+    write_single_file(tied_source, {**tensors, "lm_head.weight": head})
+    assert read(tied_source).account.num_loaded == len(tensors) + 1
+    export(tied_source, tmp_path / "out")
+    assert read_weights(tmp_path / "out").keys() == tensors.keys()
+    write_single_file(tied_source, {**tensors, "lm_head.weight": head.float()})
+    read(tied_source)
+    head[5, 3] += 1
+    write_single_file(tied_source, {**tensors, "lm_head.weight": head})
+    with pytest.raises(
+        ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"
+    ):
+        read(tied_source)
+    write_single_file(tied_source, {**tensors, "lm_head.weight": head[1:]})
+    with pytest.raises(ValueError, match=r"wrong shapes \(1\): lm_head\.weight \[96, 64\]"):
+        read(tied_source)
+
+
+def test_an_untied_model_needs_its_head(source: Path):
+    tensors = read_weights(source)
+    del tensors["lm_head.weight"]
+    write_single_file(source, tensors)
+    with pytest.raises(ValueError, match=r"missing keys \(1\): lm_head\.weight"):
+        read(source)
 
 
 def test_exported_folder_opens_in_transformers(source: Path, tmp_path: Path):
@@ -238,3 +293,15 @@ def test_memory_stays_at_one_tensor_and_one_file(tmp_path: Path):
     mebibytes, files = done.stdout.split()
     assert int(files) == 20
     assert float(mebibytes) < 48
+
+
+@pytest.mark.parametrize("name", [INDEX_FILE, "first weights"])
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b'{"weight_map": 3}', b'{"weight_map": {"a": 1}}']
+)
+def test_damaged_files_are_named(source: Path, name: str, content: bytes):
+    files = sorted(source.glob("*.safetensors"))
+    path = files[0] if name == "first weights" else source / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        read(source)

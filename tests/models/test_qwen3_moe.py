@@ -7,13 +7,16 @@ code says float32, so that agreement to 1e-10 is possible at all.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from pith_engine.balance import BalanceConfig
 from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, plain_hidden
 from pith_engine.fsdp import Unit, canonical_blocks, shard_chunks
 from pith_engine.mesh import Mesh
+from pith_engine.overlap import Recompute
+from pith_engine.pipeline import Pipeline
 from pith_models.build import build_chunks, canonical_tensors, model_config_from_hf
 from pith_models.hf import HuggingFaceTensors, read_hf_config
 from pith_ops.attention import AttentionBackend
@@ -42,6 +45,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "not-normalised": {"norm_topk_prob": False, "num_experts_per_tok": 3},
     "head-dim": {"head_dim": 32, "num_key_value_heads": 1},
     "mlp-only": {"mlp_only_layers": [1]},
+    "tied": {"tie_word_embeddings": True},
     "sparse-step": {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
 }
 SEQUENCES, LENGTH = 2, 64
@@ -205,3 +209,49 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path):
         expected, actual = (list(plain_hidden(chunks, b))[-1][0] for b in (separate, packed))
     torch.testing.assert_close(actual[LENGTH:], expected[LENGTH:], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(actual[:LENGTH], expected[:LENGTH], atol=1e-3)
+
+
+def pipeline_step(folder: Path, dtype: torch.dtype, recompute: Recompute) -> list[Tensor]:
+    """Every gradient of a step of two micro-batches, all experts in ties of two; and its losses."""
+    chunks, units = load_ours(folder, dtype)
+    for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
+        if name.endswith("router"):
+            parameter.detach()[1::2] = parameter.detach()[::2]
+    pipeline = Pipeline(
+        chunks,
+        Mesh.single(),
+        hidden_size=TINY["hidden_size"],
+        dtype=dtype,
+        device=torch.device("cpu"),
+        balance=BalanceConfig(),
+        recompute=recompute,
+    )
+    losses = pipeline.train_step([make_batch(TINY["vocab_size"])] * 2, 238)
+    for unit in units:
+        unit.reduce()
+    gradients = [parameter.grad for unit in units for parameter in unit.parameters]
+    return [*gradients, torch.tensor([losses.loss, losses.balance, losses.max_load])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_recomputation_changes_no_bit_with_tied_routers_and_a_dense_layer(
+    dtype: torch.dtype, tmp_path: Path
+):
+    make_theirs({"mlp_only_layers": [1], "num_experts_per_tok": 3}, dtype).save_pretrained(tmp_path)
+    expected, *others = (pipeline_step(tmp_path, dtype, r) for r in get_args(Recompute))
+    assert all(gradient.abs().max() > 0 for gradient in expected)
+    for found in others:
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_router_takes_the_experts_that_it_is_handed(tmp_path: Path):
+    make_theirs({}, torch.float64).save_pretrained(tmp_path)
+    chunks, _ = load_ours(tmp_path, torch.float64)
+    batch, layer = make_batch(TINY["vocab_size"]), chunks[0].decoder_layers()[0]
+    hidden = chunks[0].embed(batch)
+    first = layer.attention(hidden, batch)[2]
+    others = (first.chosen + 1) % TINY["num_experts"]
+    routing = layer.attention(hidden, batch, others)[2]
+    assert torch.equal(routing.chosen, others) and torch.equal(routing.expert_ids, others)
+    picked = first.scores.gather(1, others.long())
+    assert torch.equal(routing.weights, picked / picked.sum(1, keepdim=True))

@@ -29,6 +29,34 @@ def test_ties_go_to_the_lower_id():
     )
 
 
+def test_a_bias_chooses_and_weighs_nothing():
+    """Scores (.644, .237, .087, .032) plus (-.6, 0, 0, .3) are (.044, .237, .087, .332)."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    bias = torch.tensor([-0.6, 0.0, 0.0, 0.3], requires_grad=True)
+    ids, weights, scores = softmax_topk(logits, 2, False, bias=bias)
+    assert ids.tolist() == [[3, 1]]
+    assert torch.equal(scores, logits.softmax(1))
+    assert torch.equal(weights, scores[:, [3, 1]])
+    normalised = softmax_topk(logits, 2, True, bias=bias)[1]
+    torch.testing.assert_close(normalised, weights / weights.sum(), rtol=1e-15, atol=0)
+    normalised[0, 0].backward()
+    assert bias.grad is None
+    assert logits.grad.abs().max() > 0
+
+
+def test_a_bias_of_zero_changes_nothing_and_ties_go_to_the_lower_id():
+    torch.manual_seed(5)
+    logits = torch.randn(200, 16)
+    for one, other in zip(
+        softmax_topk(logits, 5, True),
+        softmax_topk(logits, 5, True, bias=torch.zeros(16)),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+    bias = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    assert softmax_topk(torch.zeros(1, 4), 3, False, bias=bias)[0].tolist() == [[1, 3, 0]]
+
+
 def test_equal_rounded_scores_keep_the_order_of_their_logits():
     """Scores of -200 and -150 are both 0 in fp32; the larger logit still comes first."""
     ids, weights, _ = softmax_topk(torch.tensor([[-200.0, 0.0, -150.0]]), 3, False)
@@ -92,6 +120,23 @@ def test_no_tokens():
         router_logits(torch.randn(0, 3), torch.randn(4, 3)), 2, True
     )
     assert (ids.shape, weights.shape, scores.shape) == ((0, 2), (0, 2), (0, 4))
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_chosen_ids_are_taken_as_they_are_and_weighted_as_before(normalise):
+    torch.manual_seed(5)
+    logits = torch.randint(0, 3, (64, 8)).float()
+    first = softmax_topk(logits, 3, normalise)
+    again = softmax_topk(logits, 3, normalise, chosen=first[0])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    others = torch.stack([torch.randperm(8)[:3] for _ in range(64)]).int()
+    ids, weights, scores = softmax_topk(logits, 3, normalise, chosen=others)
+    assert torch.equal(ids, others)
+    picked = torch.stack([row[i] for row, i in zip(scores, others.long(), strict=True)])
+    expected = picked / picked.sum(1, keepdim=True) if normalise else picked
+    assert torch.equal(weights, expected)
+    with pytest.raises(ValueError, match=r"chosen: \[64, 3\] is not \[64, 2\]"):
+        softmax_topk(logits, 2, normalise, chosen=others)
 
 
 @pytest.mark.parametrize("top_k", [0, 5])

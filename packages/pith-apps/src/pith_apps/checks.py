@@ -4,17 +4,23 @@
 metadata, the newest checkpoint's manifest). It reports everything at once: field path, value, what
 is allowed, a fix. No process group is made and no file is written before it returned nothing.
 
-The trap: a check inside a dataclass' `__post_init__` reports alone, because the tree does not exist
-yet; whatever relates two fields to one another therefore stands here.
+What is wrong with one field says the `violations` method of its dataclass, or `_range_violations`
+for the dataclasses of `config.py`; what relates fields of several, or a field and the machine,
+stands here. The trap: a relation between values that are out of range makes no sense (a remainder
+of zero), so it is looked at only where `_sound` finds its fields in order.
 """
 
 import os
+import sys
 import warnings
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pith_engine.mesh import mesh_violations
+from pith_engine.partition import partition_violations
+from pith_engine.violations import raise_violations
 
 from pith_apps.config import (
     STANDARD_LIBRARY_VOCABULARY,
@@ -30,8 +36,31 @@ FIXED_FIELDS = (
     "train.seed:",
     "train.batch:",
     "train.sequence_length:",
+    "optim.method:",
 )
 """Beginnings of the changes that a resumed run refuses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion:
+    """Two settings that do not go together; both are words of `_settings`."""
+
+    option: str
+    """What the run asks for, as the command line says it."""
+    excludes: str
+    """What it cannot be used with."""
+    reason: str
+    """Why, and what to use instead."""
+
+
+CAPABILITIES = (
+    Exclusion(
+        option="balance.method bias",
+        excludes="model_type qwen3_moe",
+        reason="its Hugging Face format has no place for the bias; use global-batch or sequence",
+    ),
+)
+"""Every pair that is refused by name: the documents' table, read by `step_violations`."""
 
 
 def check_run(config: RunConfig, machine: Machine) -> None:
@@ -41,43 +70,76 @@ def check_run(config: RunConfig, machine: Machine) -> None:
         ValueError: names every violation.
     """
     found = violations(config, machine)
-    if found:
-        lines = "".join(f"\n  - {violation}" for violation in found)
-        raise ValueError(f"{len(found)} reason(s) why run {config.name!r} cannot start:{lines}")
+    raise_violations(found, f"{len(found)} reason(s) why run {config.name!r} cannot start")
 
 
 def violations(config: RunConfig, machine: Machine) -> list[str]:
     """Everything that is wrong with running `config` on `machine`; empty when nothing is."""
+    own = own_violations(config)
     found = step_violations(config, machine) + _place_violations(config)
-    counts = (machine.world_size, config.train.batch, config.train.micro_batch)
-    if min(counts) > 0:
-        found += mesh_violations(
-            config.mesh,
-            world_size=machine.world_size,
-            num_experts=config.model.num_experts,
-            num_layers=config.model.num_hidden_layers,
-            num_micro_batches=config.num_micro_batches,
-            sequence_length=config.train.sequence_length,
-        )
+    found += _mesh_violations(config, machine, own)
+    if _sound(own, "train.batch", "train.micro_batch"):
         found += _batch_violations(config)
-    return found + _model_violations(config) + _data_violations(config)
+    if config.layers_per_chunk is not None and _sound(own, "mesh.pp", "model.num_hidden_layers"):
+        layers = config.model.num_hidden_layers
+        found += partition_violations(config.layers_per_chunk, config.mesh.pp, layers)
+    return found + _data_violations(config, own)
 
 
 def step_violations(config: RunConfig, machine: Machine) -> list[str]:
     """What keeps any step from being computed here, whatever the mesh and the data."""
-    found = _range_violations(config) + _device_violations(config, machine)
-    try:
-        chosen_attention(config)
-    except ValueError as error:
-        found.append(f"train.attention is {config.train.attention!r}: {error}")
+    own = own_violations(config)
+    found = own + _model_violations(config, own)
+    settings = _settings(config)
+    found += [
+        f"{row.option} with {row.excludes}: {row.reason}"
+        for row in CAPABILITIES
+        if settings[row.option] and settings[row.excludes]
+    ]
+    if _sound(own, "nproc", "mesh"):
+        found += _device_violations(config, machine)
+    if _sound(own, "model.head_dim"):
+        try:
+            chosen_attention(config)
+        except ValueError as error:
+            found.append(f"train.attention is {config.train.attention!r}: {error}")
     return found
+
+
+def check_values(config: RunConfig) -> None:
+    """Refuse values that are out of range whatever the machine, for commands that run no step.
+
+    Raises:
+        ValueError: names every violation.
+    """
+    found = own_violations(config)
+    raise_violations(found, f"{len(found)} reason(s) why {config.name!r} describes no run")
+
+
+def own_violations(config: RunConfig) -> list[str]:
+    """What is wrong with each field alone; a line begins with the field's path."""
+    return [
+        *_range_violations(config),
+        *config.model.violations(),
+        *config.mesh.violations(),
+        *config.optim.violations(),
+        *config.lr.violations(),
+        *config.balance.violations(),
+    ]
+
+
+def _sound(own: list[str], *paths: str) -> bool:
+    """Whether none of `own_violations` is about one of these fields, or a field of theirs."""
+    prefixes = tuple(f"{path}." for path in paths)
+    return not any(f"{line.split()[0]}.".startswith(prefixes) for line in own)
 
 
 def check_resume(config: RunConfig) -> None:
     """Refuse to resume a run whose checkpoint was made with another model or other data.
 
-    What decides the numbers must be the same: the model, the seed, and which tokens a step reads.
-    Everything else (mesh, steps, learning rate, intervals) may change between starts.
+    What decides the numbers must be the same: the model, the seed, which tokens a step reads, and
+    the optimizer, whose moments the checkpoint holds. Everything else (mesh, steps, learning rate,
+    intervals) may change between starts.
 
     Raises:
         ValueError: names every field that differs.
@@ -93,12 +155,11 @@ def check_resume(config: RunConfig) -> None:
         corpus = Corpus.open(folders.training, config.model.vocab_size)
         if corpus.meta.sha256 != saved:
             found.append(f"the corpus in {folders.training} is another one than was trained on")
-    if found:
-        lines = "".join(f"\n  - {change}" for change in found)
-        raise ValueError(
-            f"run {config.name!r} cannot resume {newest}:{lines}\n"
-            "go back to the values of the checkpoint, or start another run with --name"
-        )
+    raise_violations(
+        found,
+        f"run {config.name!r} cannot resume {newest}; go back to the values of the checkpoint, or "
+        "start another run with --name",
+    )
 
 
 def fixed_changes(config: RunConfig, checkpoint: Path, fixed: tuple[str, ...]) -> list[str]:
@@ -150,6 +211,14 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
     return found
 
 
+def _settings(config: RunConfig) -> dict[str, bool]:
+    """Words of `CAPABILITIES`, and whether they hold for this run."""
+    return {
+        "balance.method bias": config.balance.method == "bias",
+        "model_type qwen3_moe": config.model.to_hf()["model_type"] == "qwen3_moe",
+    }
+
+
 def _device_violations(config: RunConfig, machine: Machine) -> list[str]:
     """Processes that have no device of their own."""
     if config.train.device == "cpu" or machine.processes_here <= machine.num_gpus:
@@ -164,7 +233,7 @@ def _device_violations(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def _range_violations(config: RunConfig) -> list[str]:
-    """Numbers that are out of range whatever the rest says."""
+    """Fields of the dataclasses in `config.py` that are out of range whatever the rest says."""
     at_least = [
         ("nproc", config.nproc, 1),
         ("train.steps", config.train.steps, 1),
@@ -190,6 +259,12 @@ def _range_violations(config: RunConfig) -> list[str]:
             f"timeout is {config.timeout}: allowed are seconds above 0 and up to 1e9; "
             "set --timeout 600"
         )
+    name = config.name
+    if name in ("", ".", "..") or Path(name).name != name or len(os.fsencode(name)) > 255:
+        found.append(
+            f"name is {name!r}: allowed is the name of one folder, up to 255 bytes; "
+            "set --name my-run"
+        )
     if not config.train.max_grad_norm > 0:
         found.append(
             f"train.max_grad_norm is {config.train.max_grad_norm}: allowed are numbers above 0; "
@@ -200,19 +275,14 @@ def _range_violations(config: RunConfig) -> list[str]:
 
 def _place_violations(config: RunConfig) -> list[str]:
     """A run folder or a log that cannot be written."""
-    found, name = [], config.name
-    if name in ("", ".", "..") or Path(name).name != name or len(os.fsencode(name)) > 255:
-        found.append(
-            f"name is {name!r}: allowed is the name of one folder, up to 255 bytes; "
-            "set --name my-run"
-        )
-        name = "."
+    found = []
     if config.log.tensorboard and find_spec("tensorboard") is None:
         found.append(
             "log.tensorboard is True, but TensorBoard is not installed: "
             "pip install 'pith-apps[tensorboard]'"
         )
-    existing = (config.runs_folder / name).absolute()
+    sound = _sound(_range_violations(config), "name")
+    existing = (config.run_folder if sound else config.runs_folder).absolute()
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -221,6 +291,30 @@ def _place_violations(config: RunConfig) -> list[str]:
             f" can write to; set --runs-folder to one that is"
         )
     return found
+
+
+def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> list[str]:
+    """A mesh that fits neither the processes nor the model."""
+    model = ("model.num_experts", "model.num_hidden_layers")
+    train = ("train.batch", "train.micro_batch", "train.sequence_length")
+    if not _sound(own, "nproc", "mesh", *train, *model):
+        return []
+    found = mesh_violations(
+        config.mesh,
+        world_size=machine.world_size,
+        num_experts=config.model.num_experts,
+        num_layers=config.model.num_hidden_layers,
+        num_micro_batches=config.num_micro_batches,
+        sequence_length=config.train.sequence_length,
+    )
+    sharding = config.sharding
+    kinds = [("dense", sharding.replicate_dense), ("experts", sharding.replicate_experts)]
+    return found + [
+        f"sharding.replicate_{kind} is True, but mesh.dp 1 has no replicas: allowed from 2; "
+        f"set --sharding.no-replicate-{kind}"
+        for kind, is_asked in kinds
+        if is_asked and config.mesh.dp == 1
+    ]
 
 
 def _batch_violations(config: RunConfig) -> list[str]:
@@ -234,10 +328,9 @@ def _batch_violations(config: RunConfig) -> list[str]:
     ]
 
 
-def _model_violations(config: RunConfig) -> list[str]:
-    """Sizes that do not fit together."""
-    model, num_chunks = config.model, 2 * config.mesh.pp
-    found = []
+def _model_violations(config: RunConfig, own: list[str]) -> list[str]:
+    """Sizes of the model that the device or the sequences do not fit."""
+    model, found = config.model, []
     if (config.train.device, config.train.dtype) == ("cuda", "bf16"):
         # Rows of a grouped matrix product must start at multiples of 16 bytes.
         found += [
@@ -247,17 +340,12 @@ def _model_violations(config: RunConfig) -> list[str]:
                 ("hidden_size", model.hidden_size),
                 ("moe_intermediate_size", model.moe_intermediate_size),
             ]
-            if size % 8
+            if size % 8 and _sound(own, f"model.{name}")
         ]
-    chosen = config.layers_per_chunk
-    if chosen is not None and (
-        len(chosen) != num_chunks or min(chosen) < 1 or sum(chosen) != model.num_hidden_layers
+    if (
+        _sound(own, "model.max_position_embeddings", "train.sequence_length")
+        and config.train.sequence_length > model.max_position_embeddings
     ):
-        found.append(
-            f"layers_per_chunk is {chosen}: allowed are {num_chunks} numbers (2 * pp) from 1 that "
-            f"add up to {model.num_hidden_layers} layers; leave it out to balance by cost"
-        )
-    if config.train.sequence_length > model.max_position_embeddings:
         found.append(
             f"train.sequence_length is {config.train.sequence_length}: the model has positions up "
             f"to model.max_position_embeddings {model.max_position_embeddings}"
@@ -265,10 +353,10 @@ def _model_violations(config: RunConfig) -> list[str]:
     return found
 
 
-def _data_violations(config: RunConfig) -> list[str]:
+def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
     """Corpora that are missing, damaged, too short or of another tokenizer."""
-    data, vocab_size = config.data, config.model.vocab_size
-    found = []
+    data, found = config.data, []
+    vocab_size = config.model.vocab_size if _sound(own, "model.vocab_size") else sys.maxsize
     if data.standard_library and (data.training or data.held_out or data.tokenizer):
         found.append(
             "data.standard_library is True beside data.training, data.held_out or data.tokenizer: "
@@ -286,16 +374,16 @@ def _data_violations(config: RunConfig) -> list[str]:
             ("data.held_out", config.folders.held_out),
         ]:
             if folder.exists() or not data.standard_library:
-                found += _corpus_violations(config, path, folder)
+                found += _corpus_violations(config, path, folder, vocab_size)
     except ValueError as error:
         found.append(str(error))
     return found
 
 
-def _corpus_violations(config: RunConfig, path: str, folder: Path) -> list[str]:
+def _corpus_violations(config: RunConfig, path: str, folder: Path, vocab_size: int) -> list[str]:
     """What is wrong with one corpus, seen from its metadata."""
     try:
-        corpus = Corpus.open(folder, config.model.vocab_size)
+        corpus = Corpus.open(folder, vocab_size)
         tokenizer = tokenizer_hash(config.folders.tokenizer)
     except (ValueError, OSError) as error:
         return [f"{path} is {str(folder)!r}: {error}"]
@@ -305,9 +393,9 @@ def _corpus_violations(config: RunConfig, path: str, folder: Path) -> list[str]:
             f"{path} is {str(folder)!r}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
             f"{str(config.folders.tokenizer)!r} is another tokenizer; give the one it was made with"
         )
-    if meta.vocab_size > config.model.vocab_size:
+    if meta.vocab_size > vocab_size:
         found.append(
-            f"model.vocab_size is {config.model.vocab_size}: the tokenizer of {path} has "
+            f"model.vocab_size is {vocab_size}: the tokenizer of {path} has "
             f"{meta.vocab_size} ids; set --model.vocab-size {meta.vocab_size} or more"
         )
     train = config.train

@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -144,12 +145,13 @@ def _tokenize(rest: list[str]) -> int:
 
 def _export(rest: list[str]) -> int:
     from pith_apps.arguments import ExportArguments
-    from pith_apps.checks import required_checkpoint
+    from pith_apps.checks import check_values, required_checkpoint
     from pith_apps.config import torch_dtype
     from pith_apps.convert import export_checkpoint
 
     arguments = _parse_recipe("convert export", rest, ExportArguments)
     config = arguments.config
+    check_values(config)
     export_checkpoint(
         required_checkpoint(config),
         arguments.output or config.export_folder,
@@ -163,19 +165,28 @@ def _export(rest: list[str]) -> int:
 
 def _import(rest: list[str]) -> int:
     from pith_apps.arguments import ImportArguments
+    from pith_apps.checks import check_values
     from pith_apps.convert import import_checkpoint
+    from pith_apps.run_log import held_run_folder
 
     arguments = _parse_recipe("convert import", rest, ImportArguments)
     config = arguments.config
-    import_checkpoint(arguments.source, config.checkpoint_folder, config.model)
+    check_values(config)
+    # A folder that is not there belongs to no run, and a refusal shall not make it.
+    run = config.run_folder
+    with held_run_folder(run) if run.exists() else nullcontext():
+        import_checkpoint(arguments.source, config.checkpoint_folder, config.model)
     return 0
 
 
 def _run_in_ranks(verb: str, rest: list[str]) -> int:
     """Check the run, then be one rank of it or start the ranks."""
+    from pith_engine.runtime import read_launch
+
     from pith_apps.arguments import RunArguments
     from pith_apps.checks import check_resume, check_run, required_checkpoint
     from pith_apps.launch import find_machine, is_rank
+    from pith_apps.run_log import held_run_folder
 
     config = _parse_recipe(verb, rest, RunArguments).config
     machine = find_machine(config.nproc or config.mesh.world_size, os.environ)
@@ -184,15 +195,22 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
         check_resume(config)
     else:
         required_checkpoint(config)
-    if not is_rank(os.environ) and machine.world_size > 1:
-        return _launch(machine.world_size, [verb, *rest])
-    if verb == "evaluate":
-        from pith_apps.evaluate import evaluate
+    # A launcher holds the run folder for its ranks, which end with it.
+    is_writer = (
+        verb == "pretrain"
+        and LAUNCHER_VARIABLE not in os.environ
+        and read_launch(os.environ).rank == 0
+    )
+    with held_run_folder(config.run_folder) if is_writer else nullcontext():
+        if not is_rank(os.environ) and machine.world_size > 1:
+            return _launch(machine.world_size, [verb, *rest])
+        if verb == "evaluate":
+            from pith_apps.evaluate import evaluate
 
-        return evaluate(config)
-    from pith_apps.pretrain import pretrain
+            return evaluate(config)
+        from pith_apps.pretrain import pretrain
 
-    return pretrain(config, machine)
+        return pretrain(config, machine)
 
 
 def _parity(rest: list[str]) -> int:
@@ -213,8 +231,6 @@ def _parity(rest: list[str]) -> int:
     least = max((mesh.world_size for mesh in meshes), default=1)
     machine = find_machine(arguments.config.nproc or least, os.environ)
     check_parity(arguments.config, meshes, arguments.dtype, machine)
-    if machine.world_size < least:
-        raise ValueError(f"{machine.world_size} processes run, the largest mesh needs {least}")
     if not is_rank(os.environ) and machine.world_size > 1:
         return _launch(machine.world_size, ["parity", *rest])
     with joined_group(arguments.config) as device:

@@ -9,8 +9,9 @@ How a step is cut into micro-batches, with B = `train.batch`, b = `train.micro_b
 
     B sequences = R batch ranks * N micro-batches a rank * b sequences,     N >= 2 * pp
 
-The trap: a field's own range may be checked in its dataclass, but whatever relates two fields, or
-a field and the machine, belongs into `checks.py`, which reports everything at once.
+The trap: no dataclass checks itself when it is made, since its error would come alone. Its method
+`violations` says what is wrong with its values, for those of this file `checks.py` does; what
+relates two of them, or a field and the machine, belongs into `checks.py` too, which reports all.
 """
 
 import dataclasses
@@ -21,9 +22,11 @@ from typing import Any, Literal
 
 import torch
 from pith_engine.balance import BalanceConfig
+from pith_engine.fsdp import ShardingConfig
 from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import MeshConfig
-from pith_engine.optim import AdamWConfig
+from pith_engine.optim import OptimizerConfig
+from pith_engine.overlap import Recompute
 from pith_models.build import ModelConfig
 
 STANDARD_LIBRARY_VOCABULARY = 4096
@@ -65,6 +68,9 @@ class TrainConfig:
     """Where the ranks compute: `cpu` (gloo) or `cuda` (NCCL, one GPU a rank)."""
     attention: Literal["auto", "reference", "flash", "cudnn"] = "auto"
     """Attention backend; `auto` is the fastest for this device and dtype, and is printed."""
+    recompute: Recompute = "none"
+    """Stages that keep only their inputs and run again before their backward: less memory for more
+    computing. Gradients are the same, and no expert all-to-all is repeated."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; `inf` never scales."""
 
@@ -114,14 +120,16 @@ class RunConfig:
     """The architecture, with the field names of its Hugging Face configuration."""
     mesh: MeshConfig
     """How ranks are arranged."""
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    """What is replicated over mesh.dp (HSDP)."""
     layers_per_chunk: tuple[int, ...] | None = None
     """Layers of each of the 2 * pp chunks, in layer order (default: balanced by cost)."""
     data: DataConfig = DataConfig()
     """The corpus."""
     train: TrainConfig
     """Steps and batches."""
-    optim: AdamWConfig = field(default_factory=AdamWConfig)
-    """AdamW."""
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer."""
     lr: LearningRateConfig
     """The learning rate over the steps."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)

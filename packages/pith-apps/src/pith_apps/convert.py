@@ -3,15 +3,13 @@
     import   config.json, *.safetensors  ->  step-00000000, weights in fp32, no moments
     export   any complete checkpoint     ->  a folder that transformers and vLLM open as it is
 
-Both directions account for every tensor: one that is missing, unexpected or of another shape ends
-the conversion before anything gets its final name. Needs no GPU, and as much memory as the largest
-tensor and one output file.
+A tensor that is missing, unexpected or of another shape ends the conversion before anything gets
+its final name. Needs no GPU, and memory for the largest tensor and one output file.
 
-The trap: bf16 -> fp32 -> bf16 is exact, so an import that is exported again in the dtype it came in
-has the same bytes; a trained fp32 weight exported in bf16 is rounded.
+The trap: bf16 -> fp32 -> bf16 is exact, so an import exported again in the dtype it came in has the
+same bytes; a trained fp32 weight exported in bf16 is rounded.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -21,12 +19,13 @@ from pathlib import Path
 import torch
 from pith_engine.checkpoint import (
     StoredBlock,
-    checkpoint_fault,
     find_checkpoint,
     read_tensor,
     tensor_names,
+    verify_checkpoint,
     write_checkpoint,
 )
+from pith_engine.mesh import Mesh
 from pith_models.build import ModelConfig, canonical_tensors, model_config_from_hf
 from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
@@ -36,7 +35,7 @@ from pith_apps.corpus import named_eos_token, open_tokenizer
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """The model's tensors of a checkpoint by canonical name, each read when asked for."""
+    """A checkpoint's model by canonical name, each tensor read when asked for."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -61,24 +60,17 @@ def export_checkpoint(
     companions: Path | None = None,
     replace: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint as a Hugging Face folder.
+    """Write the weights of a checkpoint, saved on any mesh, as the Hugging Face folder `out`.
 
-    Args:
-        checkpoint: a complete checkpoint, saved on any mesh.
-        out: the folder to make.
-        config: the model in the checkpoint.
-        dtype: of the written weights.
-        companions: a tokenizer folder, or the Hugging Face folder that the model was imported from:
-            tokenizer files and generation config are copied from it, and `config.json` takes over
-            token ids and other fields that do not change the model.
-        replace: whether `out` may exist and is replaced.
+    `companions` is a tokenizer folder or the Hugging Face folder that the model came from: its
+    tokenizer files and generation config are copied, and `config.json` takes over token ids and
+    other fields that do not change the model. `replace` allows an `out` that exists.
 
     Raises:
-        ValueError: incomplete checkpoint, tensors that are not those of `config`, or an `out` that
+        ValueError: incomplete or damaged checkpoint, other tensors than those of `config`, or `out`
             exists.
     """
-    if fault := checkpoint_fault(checkpoint):
-        raise ValueError(f"checkpoint {checkpoint} is incomplete: {fault}")
+    verify_checkpoint(checkpoint, Mesh.single())
     layout = canonical_tensors(config)
     total = sum(prod(tensor.shape) for tensor in layout) * dtype.itemsize
     with _progress("export", total) as bar:
@@ -96,21 +88,15 @@ def export_checkpoint(
 
 
 def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> Path:
-    """Write the weights of a Hugging Face folder as the checkpoint of step 0.
+    """Write a Hugging Face folder as the checkpoint of step 0 of a run, whose model is `config`.
 
-    Args:
-        source: the Hugging Face folder.
-        checkpoints: a run's folder of checkpoints; the run starts from the imported weights.
-        config: what the run expects the model to be.
-
-    Returns:
-        The checkpoint's folder.
+    Returns the checkpoint's folder below `checkpoints`.
 
     Raises:
         ValueError: the folder holds another model or other keys, or the run has a checkpoint.
     """
-    found = model_config_from_hf(read_hf_config(source))
-    ours, theirs = asdict(config), asdict(found)
+    theirs = asdict(model_config_from_hf(read_hf_config(source)))
+    ours = asdict(config)
     different = [
         f"model.{name} is {ours[name]}, {source} has {value}"
         for name, value in theirs.items()
@@ -136,7 +122,7 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
             )
             for tensor in layout
         ]
-        # The model as in `config_record`: who reads the checkpoint compares it with the recipe's.
+        # As in `config_record`: who reads the checkpoint compares it with the recipe's.
         facts = {"imported_from": str(source), "config": {"model": ours}}
         path = write_checkpoint(checkpoints, 0, blocks, facts)
     print(f"imported {source} to {path}: {len(layout)} tensors, {total / 1e6:,.1f} MB")
@@ -150,7 +136,6 @@ def _read_and_count(tensors: Mapping[str, Tensor], name: str, bar: tqdm) -> Tens
 
 
 def _companion_fields(folder: Path | None) -> dict[str, object]:
-    """Fields of `config.json` that depend on the tokenizer or guide other programs only."""
     if folder is None:
         return {}
     if (folder / "config.json").is_file():
@@ -162,9 +147,8 @@ def _companion_fields(folder: Path | None) -> dict[str, object]:
 
 
 def _progress(label: str, num_bytes: int) -> tqdm:
-    """A progress bar in bytes; silent where no terminal would show it."""
-    hidden = not sys.stderr.isatty()
-    return tqdm(total=num_bytes, desc=label, unit="B", unit_scale=True, disable=hidden)
+    # disable=None: silent where no terminal would show it.
+    return tqdm(total=num_bytes, desc=label, unit="B", unit_scale=True, disable=None)
 
 
 _COMPANION_FIELDS = (
@@ -175,3 +159,4 @@ _COMPANION_FIELDS = (
     "output_router_logits",
     "router_aux_loss_coef",
 )
+"""Fields of `config.json` that depend on the tokenizer or guide other programs only."""

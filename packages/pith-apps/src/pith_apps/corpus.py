@@ -1,14 +1,14 @@
 """Corpus folders: text files in, one memory-mapped array of token ids out.
 
-A corpus folder is equal byte for byte whatever machine or number of workers wrote it:
+A corpus folder has the same bytes whatever machine or number of workers wrote it:
 
     tokens.npy     `[N]` uint16, or uint32 when the vocabulary has more than 65,536 ids
     documents.npy  `[D + 1]` int64, document d is `tokens[documents[d] : documents[d + 1]]`
     meta.json      tokenizer name and hash, vocabulary size, EOS id, counts, checksum
 
 Every document ends with the EOS id; text that spells a special token is encoded as plain text, so
-none can forge its own end. A folder is written under a temporary name and renamed: one that is
-there is whole. Opening it reads no token and writes nothing.
+none can forge its end. A folder is written under a temporary name and renamed: one that is there is
+whole. Opening it reads no token.
 
 The trap: numpy wraps ids that do not fit, so the dtype follows the tokenizer's largest id, never
 the ids seen.
@@ -34,10 +34,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 END_OF_TEXT = "<|endoftext|>"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TEXT_SUFFIXES = (".py", ".txt", ".jsonl")
 
-# Parts of the standard library that distributions leave out or that are data more than text.
+# Parts of the standard library that distributions leave out, or that are data.
 LEFT_OUT = {
     *("site-packages", "dist-packages", "__pycache__", "test", "tests", "encodings", "pydoc_data"),
     *("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),
@@ -47,28 +46,28 @@ BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusMeta:
-    """What `meta.json` says of a corpus."""
+    """Contents of `meta.json`."""
 
     tokenizer_name: str
-    """Name of the folder the tokenizer came from."""
+    """Name of its folder."""
     tokenizer_sha256: str
     """SHA-256 of its `tokenizer.json`."""
     vocab_size: int
-    """Largest id the tokenizer can give, plus one."""
+    """Largest id of the tokenizer plus one."""
     eos_id: int
-    """The id that ends every document."""
+    """Ends every document."""
     num_tokens: int
     """Length of `tokens.npy`, EOS ids included."""
     num_documents: int
-    """Documents kept."""
+    """Without the empty ones."""
     num_empty_documents: int
-    """Documents without a single character, left out."""
+    """Left out."""
     max_id: int
-    """Largest id in `tokens.npy`."""
+    """Largest in `tokens.npy`."""
     dtype: str
-    """dtype of `tokens.npy`."""
+    """Of `tokens.npy`."""
     sha256: str
-    """SHA-256 of the raw token ids followed by the raw document offsets."""
+    """SHA-256 of the raw token ids, then the raw document offsets."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -85,26 +84,23 @@ class Corpus:
     """An opened corpus: read-only maps of its files."""
 
     tokens: numpy.ndarray
-    """`[N]` uint16 or uint32, mapped from disk."""
+    """`[N]` uint16 or uint32."""
     documents: numpy.ndarray
-    """`[D + 1]` int64 offsets into `tokens`, mapped from disk."""
+    """`[D + 1]` int64 offsets into `tokens`."""
     meta: CorpusMeta
-    """Its counts and hashes."""
+    """Counts and hashes."""
 
     @staticmethod
     def open(folder: Path, vocab_size: int) -> "Corpus":
         """Map a corpus folder for a model with `vocab_size` ids.
 
-        Raises:
-            ValueError: a file is missing, truncated or not as `meta.json` says, or an id lies
-                outside the model's vocabulary.
+        A ValueError says which file is missing, truncated or not as `meta.json` says, or which id
+        lies outside the vocabulary.
         """
         try:
             meta = CorpusMeta(**json.loads((folder / "meta.json").read_text()))
         except FileNotFoundError:
-            raise ValueError(
-                f"corpus {folder}: no meta.json there; `pith tokenize` makes a corpus folder"
-            ) from None
+            raise ValueError(f"corpus {folder}: no meta.json; `pith tokenize` makes one") from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"corpus {folder}: meta.json is not one of ours: {error}") from None
         if meta.max_id >= vocab_size:
@@ -131,16 +127,13 @@ def tokenize_files(
     text_field: str = "text",
     num_workers: int = 1,
 ) -> CorpusMeta:
-    """Tokenise files into the new corpus folder `output`.
+    """Tokenise files into the new corpus folder `output` with `num_workers` processes.
 
     `inputs` are `.py` and `.txt` files (one document each), `.jsonl` files (one a line, its text in
-    `text_field`) and folders of them. `tokenizer_folder` holds `tokenizer.json` and, unless
-    `eos_token` is given, `tokenizer_config.json` that names it. `num_workers` processes encode.
+    `text_field`) and folders of them; `eos_token` is by default that of `tokenizer_folder`.
 
-    Raises:
-        ValueError: inputs are missing, the tokenizer has no EOS token, the output exists, too few
-            workers, all named at once; or an input is malformed, or there is no text. Nothing
-            stays.
+    A ValueError names all faults of the arguments at once, or what is wrong with an input's text;
+    nothing is left behind.
     """
     files, faults = _list_files(inputs)
     opened = None
@@ -156,44 +149,49 @@ def tokenize_files(
         raise ValueError("cannot tokenize:\n  " + "\n  ".join(faults))
     tokenizer, eos_id = opened
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    dtype = numpy.dtype(numpy.uint16 if vocab_size <= 1 << 16 else numpy.uint32)
+    ends, num_empty, max_id, digest = [0], 0, 0, hashlib.sha256()
     with _new_folder(output) as folder:
-        ends, num_empty = [0], 0
         batches = _batches(read_documents(files, text_field))
         with (folder / "tokens.npy").open("wb") as file:
-            writer = _TokenWriter(file, vocab_size)
+            start = _write_header(file, dtype, 0)
             for ids in _encode(batches, tokenizer_folder / "tokenizer.json", num_workers):
-                if len(ids):
-                    writer.append(numpy.append(ids, numpy.uint32(eos_id)))
-                    ends.append(writer.num_tokens)
-                else:
+                if not len(ids):
                     num_empty += 1
-            writer.finish()
+                    continue
+                ids = numpy.append(ids, numpy.uint32(eos_id))
+                max_id = max(max_id, int(ids.max()))
+                data = ids.astype(dtype).tobytes()
+                digest.update(data)
+                file.write(data)
+                ends.append(ends[-1] + len(ids))
+            # Written twice, since only now its length is known: numpy pads it for that.
+            file.seek(0)
+            assert _write_header(file, dtype, ends[-1]) == start, "the header of a .npy file grew"
+        assert max_id < vocab_size, (max_id, vocab_size)
         if len(ends) == 1:
             raise ValueError(f"no document with any text in {len(files)} file(s): {files[0]} ...")
         documents = numpy.array(ends, dtype=numpy.int64)
         numpy.save(folder / "documents.npy", documents)
-        writer.digest.update(documents.tobytes())
+        digest.update(documents.tobytes())
         meta = CorpusMeta(
             tokenizer_name=tokenizer_folder.resolve().name,
             tokenizer_sha256=tokenizer_hash(tokenizer_folder),
             vocab_size=vocab_size,
             eos_id=eos_id,
-            num_tokens=writer.num_tokens,
+            num_tokens=ends[-1],
             num_documents=len(ends) - 1,
             num_empty_documents=num_empty,
-            max_id=writer.max_id,
-            dtype=writer.dtype.name,
-            sha256=writer.digest.hexdigest(),
+            max_id=max_id,
+            dtype=dtype.name,
+            sha256=digest.hexdigest(),
         )
         (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n")
     return meta
 
 
 def standard_library_files() -> tuple[list[Path], list[Path]]:
-    """The standard library's own source: files to train on, files held out, both sorted.
-
-    A file is held out when the hash of its path says so (1 in 16), which no other file influences.
-    """
+    """The standard library's source: files to train on, 1 in 16 held out by its path's hash."""
     root = Path(sysconfig.get_paths()["stdlib"])
     training, held_out = [], []
     for folder, folders, names in os.walk(root):
@@ -212,17 +210,23 @@ def prepare_standard_library(
     """Make `folder/{tokenizer,training,held_out}` of the standard library; keeps what is there.
 
     Several runs may do so at once: each makes the same bytes, and the first to finish stays.
-    At most `max_bytes` of source are used for training, evenly over the files: seconds of work.
+    Training gets at most `max_bytes`, evenly over the files: seconds of work.
     """
     training, held_out = standard_library_files()
     training = _spread(training, max_bytes)
-    if not (folder / "tokenizer").exists():
-        with _unless_made_meanwhile(folder / "tokenizer"):
-            train_tokenizer(training, folder / "tokenizer", vocab_size=vocab_size)
-    for name, files in (("training", training), ("held_out", held_out)):
-        if not (folder / name).exists():
-            with _unless_made_meanwhile(folder / name):
-                tokenize_files(files, folder / "tokenizer", folder / name)
+    parts = {"tokenizer": training, "training": training, "held_out": held_out}
+    for name, files in parts.items():
+        output = folder / name
+        if output.exists():
+            continue
+        try:
+            if name == "tokenizer":
+                train_tokenizer(files, output, vocab_size=vocab_size)
+            else:
+                tokenize_files(files, folder / "tokenizer", output)
+        except (OSError, ValueError):
+            if not output.exists():  # made meanwhile by another run: whole, since it was renamed
+                raise
 
 
 def train_tokenizer(
@@ -230,11 +234,8 @@ def train_tokenizer(
 ) -> None:
     """Train a byte-level BPE tokenizer (arXiv 1508.07909), as `transformers` opens it.
 
-    It encodes any text without an unknown token. At most `max_bytes` of text are read, evenly over
-    the files.
-
-    Raises:
-        ValueError: the text is too short for `vocab_size` entries, or `output` exists.
+    Reads at most `max_bytes`, evenly over the files. A ValueError refuses a text too short for
+    `vocab_size`, or an `output` that exists.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -257,33 +258,31 @@ def train_tokenizer(
         "clean_up_tokenization_spaces": False,
     }
     with _new_folder(output) as folder:
-        tokenizer.save(str(folder / TOKENIZER_FILES[0]))
-        (folder / TOKENIZER_FILES[1]).write_text(json.dumps(config, indent=2) + "\n")
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenizer, int]:
-    """The tokenizer of a Hugging Face folder and the id that ends a document."""
+    """The tokenizer of a Hugging Face folder and its EOS id."""
     path = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises the bare Exception
         raise ValueError(f"tokenizer {path}: {error}") from None
-    if eos_token is None:
-        eos_token = named_eos_token(folder)
+    eos_token = named_eos_token(folder) if eos_token is None else eos_token
     if eos_token is None:
         raise ValueError(
             f"tokenizer {folder} names no eos_token in tokenizer_config.json, and every document "
             "needs one at its end: pass eos_token"
         )
-    eos_id = tokenizer.token_to_id(eos_token)
-    if eos_id is None:
+    if (eos_id := tokenizer.token_to_id(eos_token)) is None:
         raise ValueError(f"eos_token {eos_token!r} is not in the vocabulary of {path}")
     return tokenizer, eos_id
 
 
 def named_eos_token(folder: Path) -> str | None:
-    """The EOS token that a folder's `tokenizer_config.json` names; None without name or file."""
-    path = folder / TOKENIZER_FILES[1]
+    """The EOS token in a folder's `tokenizer_config.json`; None without name or file."""
+    path = folder / "tokenizer_config.json"
     if not path.exists():
         return None
     try:
@@ -307,18 +306,14 @@ def tokenizer_hash(folder: Path) -> str:
 
 
 def unigram_entropy(tokens: numpy.ndarray) -> float:
-    """Entropy of single tokens in nats: the loss of the best model that ignores context."""
+    """Entropy of single tokens in nats: the best loss without context."""
     counts = numpy.bincount(tokens)
     shares = counts[counts > 0] / len(tokens)
     return float(-(shares * numpy.log(shares)).sum())
 
 
 def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
-    """Yield the text of every document, in order, line ends as they are in the file.
-
-    Raises:
-        ValueError: a file is not UTF-8, or a line, if not blank, no JSON object with the field.
-    """
+    """Yield the text of every document in order, line ends as in the file; ValueError by line."""
     for path in tqdm(files, desc="documents", unit="file", disable=None, leave=False):
         try:
             if path.suffix != ".jsonl":
@@ -333,7 +328,7 @@ def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
 
 
 def _spread(files: list[Path], max_bytes: int) -> list[Path]:
-    """Every n-th file, with the smallest n that leaves about `max_bytes`."""
+    """Every n-th file, with n such that about `max_bytes` are left."""
     return files[:: max(1, -(-sum(path.stat().st_size for path in files) // max_bytes))]
 
 
@@ -342,15 +337,14 @@ def _text_of_line(line: str, text_field: str, where: str) -> str:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
-    text = record.get(text_field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        fields = sorted(record) if isinstance(record, dict) else type(record).__name__
-        raise ValueError(f"{where} has no text in field {text_field!r}; it has {fields}")
-    return text
+    if isinstance(record, dict) and isinstance(text := record.get(text_field), str):
+        return text
+    fields = sorted(record) if isinstance(record, dict) else type(record).__name__
+    raise ValueError(f"{where} has no text in field {text_field!r}; it has {fields}")
 
 
 def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
-    """The files to read, and what is wrong with them or with `inputs`."""
+    """The files to read, and the faults of `inputs`."""
     files, faults = [], []
     for path in inputs:
         if path.is_dir():
@@ -371,18 +365,8 @@ def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
 
 
 @contextmanager
-def _unless_made_meanwhile(output: Path) -> Generator[None]:
-    """Forgives a failure to make `output` if it is there by then: whole, since it was renamed."""
-    try:
-        yield
-    except (OSError, ValueError):
-        if not output.exists():
-            raise
-
-
-@contextmanager
 def _new_folder(output: Path) -> Generator[Path]:
-    """A folder under a temporary name that becomes `output` if the body succeeds."""
+    """A temporary folder that becomes `output` if the body succeeds."""
     if output.exists():
         raise ValueError(f"{output} exists: remove it or name another folder")
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
@@ -404,14 +388,14 @@ def _new_folder(output: Path) -> Generator[Path]:
 def _encode(
     batches: Iterator[list[str]], tokenizer_path: Path, num_workers: int
 ) -> Iterator[numpy.ndarray]:
-    """Ids uint32 of every document in order; at most two batches a worker are under way."""
+    """Ids uint32 of every document in order, at most two batches a worker under way."""
     if num_workers == 1:
         for batch in batches:
             yield from _encode_batch(tokenizer_path, batch)
         return
     pending: deque[Future[list[numpy.ndarray]]] = deque()
-    # Spawned, not forked: a fork copies locks that threads of this process may hold. The processes
-    # are the parallelism: each would start a thread for every core.
+    # Spawned: a fork copies locks that threads of this process may hold. The processes are the
+    # parallelism: each would start a thread for every core.
     with ProcessPoolExecutor(
         num_workers,
         mp_context=get_context("spawn"),
@@ -467,33 +451,7 @@ def _open_array(path: Path, dtype: str, length: int) -> numpy.ndarray:
     return array
 
 
-class _TokenWriter:
-    """Appends ids to a `.npy` file whose length is known only at the end.
-
-    numpy pads the header so that the first dim can grow in place: it is written twice.
-    """
-
-    def __init__(self, file: BinaryIO, vocab_size: int):
-        self.dtype = numpy.dtype(numpy.uint16 if vocab_size <= 1 << 16 else numpy.uint32)
-        self.file, self.vocab_size = file, vocab_size
-        self.num_tokens, self.max_id = 0, 0
-        self.digest = hashlib.sha256()
-        self.header_size = self._write_header()
-
-    def append(self, ids: numpy.ndarray) -> None:
-        self.max_id = max(self.max_id, int(ids.max()))
-        assert self.max_id < self.vocab_size, (self.max_id, self.vocab_size)
-        data = ids.astype(self.dtype).tobytes()
-        self.digest.update(data)
-        self.file.write(data)
-        self.num_tokens += len(ids)
-
-    def finish(self) -> None:
-        self.file.seek(0)
-        assert self._write_header() == self.header_size, "the header of a .npy file can grow"
-
-    def _write_header(self) -> int:
-        shape = (self.num_tokens,)
-        header = {"descr": self.dtype.str, "fortran_order": False, "shape": shape}
-        numpy.lib.format.write_array_header_1_0(self.file, header)
-        return self.file.tell()
+def _write_header(file: BinaryIO, dtype: numpy.dtype, length: int) -> int:
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (length,)}
+    numpy.lib.format.write_array_header_1_0(file, header)
+    return file.tell()

@@ -2,9 +2,8 @@
 
     loss = (sum of token losses) / (number of targets)       in nats; exp(loss) is the perplexity
 
-The sequences are spread evenly over the held-out corpus and are the same at every step, on every
-mesh. No activation is kept. `pith evaluate RECIPE` evaluates the newest complete checkpoint of the
-recipe's run folder, saved on whatever mesh.
+The sequences are spread evenly over the held-out corpus, the same at every step on every mesh.
+`pith evaluate RECIPE` takes the newest complete checkpoint of the run, saved on whatever mesh.
 """
 
 from pith_engine.checkpoint import load_checkpoint
@@ -20,8 +19,7 @@ from pith_apps.trainer import Trainer, build_trainer, joined_mesh
 def evaluate(config: RunConfig) -> int:
     """Print the held-out loss of the newest checkpoint; every rank of the run calls it.
 
-    Raises:
-        ValueError: there is no complete checkpoint, or it holds another model.
+    A ValueError if there is no complete checkpoint, or it holds another model.
     """
     newest = required_checkpoint(config)
     with joined_mesh(config) as (mesh, device):
@@ -37,15 +35,15 @@ def evaluate(config: RunConfig) -> int:
 
 
 def held_out_loss(trainer: Trainer, config: RunConfig) -> tuple[float, int]:
-    """Mean loss a held-out token in nats, and how many tokens that is; the same on every rank."""
-    corpus = Corpus.open(config.folders.held_out, config.model.vocab_size)
+    """Mean loss in nats and number of held-out tokens; the same on every rank."""
+    vocab_size = config.model.vocab_size
     calls = held_out_batches(
-        corpus.tokens,
+        Corpus.open(config.folders.held_out, vocab_size).tokens,
         trainer.mesh,
         sequence_length=config.train.sequence_length,
         batch_size=config.train.batch,
         micro_batch_size=config.train.micro_batch,
-        vocab_size=config.model.vocab_size,
+        vocab_size=vocab_size,
         device=trainer.device,
         max_samples=config.evaluation.sequences,
     )

@@ -18,8 +18,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-import torch
-from pith_engine.runtime import read_launch
+from pith_engine.runtime import local_gpus, read_launch
 
 from pith_apps.plan import Machine
 
@@ -35,11 +34,7 @@ def find_machine(num_processes: int, environment: Mapping[str, str]) -> Machine:
     world_size = processes_here = num_processes
     if is_rank(environment):
         world_size, processes_here = found.world_size, found.ranks_per_node
-    return Machine(
-        world_size=world_size,
-        processes_here=processes_here,
-        num_gpus=torch.cuda.device_count(),
-    )
+    return Machine(world_size=world_size, processes_here=processes_here, num_gpus=local_gpus(found))
 
 
 def launch(num_processes: int, arguments: Sequence[str]) -> int:

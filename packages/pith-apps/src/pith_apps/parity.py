@@ -8,7 +8,8 @@ It shares nothing of dispatch, schedule, transfers or sharding.
     difference of two numbers   |a - b| / |b|
     difference of a gradient    max |a - b| / max |b|,  b the reference tensor
     a mesh agrees when          its initial weights are bit-equal, every element of every gradient
-                                is held by exactly one rank, and no difference exceeds
+                                is held by exactly one rank of each replica, all with the same bits,
+                                and no difference exceeds
                                     fp64   1e-10
                                     fp32   1e-5, gradients 1e-4
 
@@ -20,18 +21,20 @@ tie that rounding breaks differently shows as a large difference.
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
 from typing import Literal
 
 import torch
-from pith_engine.balance import sequence_balance
+from pith_engine.balance import balance_loss, count_choices, load_factors, router_z_loss
 from pith_engine.context_parallel import shard_batch
 from pith_engine.contract import IGNORED_TARGET, Batch, plain_hidden
 from pith_engine.fsdp import CanonicalBlock, canonical_blocks, cut_block
 from pith_engine.mesh import Mesh, MeshConfig, mesh_violations
 from pith_engine.runtime import connect_mesh, gather_objects
+from pith_engine.violations import raise_violations
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -73,7 +76,7 @@ class ParityResult:
     weights_equal: bool
     """Whether the initial weights are the reference's, bit for bit."""
     covered: bool
-    """Whether every element of every gradient is held by exactly one rank of the mesh."""
+    """Whether each gradient element is on exactly one rank of each replica, all bit-equal."""
     loss: float
     """Relative difference of the loss."""
     balance: float
@@ -106,9 +109,11 @@ def check_parity(
 ) -> None:
     """Raise a ValueError that names every violation of every mesh, and of the machine."""
     faults = step_violations(replace(config, train=replace(config.train, dtype=dtype)), machine)
+    model_faults = config.model.violations()
     faults += [
         f"{mesh.label}: {fault}"
         for mesh in meshes
+        if not model_faults
         for fault in mesh_violations(
             mesh,
             world_size=mesh.world_size,
@@ -118,10 +123,12 @@ def check_parity(
             sequence_length=config.train.sequence_length,
         )
     ]
+    least = max((mesh.world_size for mesh in meshes), default=1)
+    if 0 < machine.world_size < least:
+        faults.append(f"{machine.world_size} processes run, the largest mesh needs {least}")
     if not meshes:
         faults.append(f"no mesh is named; for example {' '.join(PARITY_MESHES)}")
-    if faults:
-        raise ValueError("parity cannot run:" + "".join(f"\n  - {fault}" for fault in faults))
+    raise_violations(faults, "parity cannot run")
 
 
 def parity_worker(
@@ -181,11 +188,18 @@ def parity_sequences(config: RunConfig, num_sequences: int, device: torch.device
     return [_batch(tokens, row, length) for tokens, row in pairs]
 
 
+def uneven_counts(config: RunConfig) -> dict[str, list[int]]:
+    """For `Pipeline.restore_counts`: an uneven step before the compared one."""
+    layers, counts = config.model.num_hidden_layers, torch.arange(1, config.model.num_experts + 1)
+    return {str(layer): counts.roll(layer).tolist() for layer in range(layers)}
+
+
 def compute_reference(
     config: RunConfig, sequences: list[Batch], device: torch.device
 ) -> ParityReference:
     """One step of the whole batch in this process, with autograd alone."""
     trainer = build_trainer(config, Mesh.single(), device)
+    trainer.pipeline.restore_counts(uneven_counts(config))
     trainer.gather()
     chunks = list(trainer.pipeline.chunks.values())
     tokens = torch.cat([batch.tokens for batch in sequences])
@@ -193,27 +207,29 @@ def compute_reference(
     whole = _batch(tokens, targets, sequences[0].sequence_length)
     num_targets = int((targets != IGNORED_TARGET).sum())
     outputs = list(plain_hidden(chunks, whole))
-    balances = [
-        sequence_balance(routing, whole)
-        for _, routing in outputs
-        if routing is not None and config.balance.method != "none"
-    ]
     logits = chunks[-1].logits(outputs[-1][0])
     loss = cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum")
-    balance = torch.stack(balances).sum() if balances else torch.zeros_like(loss)
-    ((loss + config.balance.coefficient * balance) / num_targets).backward()
+    routings = {n: routing for n, (_, routing) in enumerate(outputs) if routing is not None}
+    balance, z_loss = torch.zeros_like(loss), torch.zeros_like(loss)
+    for layer, routing in routings.items():
+        # A micro-batch of `parity_sequences` is one sequence.
+        method = config.balance.method
+        method = "sequence" if method == "micro-batch" else method
+        counts, previous = count_choices(routing, whole, method), trainer.pipeline.expert_counts
+        factors = load_factors(method, counts, previous[layer], trainer.mesh.cp)
+        balance += balance_loss(routing, whole, factors) if factors is not None else 0.0
+        z_loss += router_z_loss(routing, whole)
+    terms = config.balance.coefficient * balance + config.balance.z_coefficient * z_loss
+    ((loss + terms) / num_targets).backward()
     for unit in trainer.units:
         unit.reduce()
     weights, gradients = _canonical(trainer)
-    digest = sha256()
-    for block in weights:
-        digest.update(block.tensor.cpu().numpy().tobytes())
     return ParityReference(
         weights={block.name: block.tensor for block in weights},
-        weights_sha256=digest.hexdigest(),
+        weights_sha256=_sha256(block.tensor for block in weights),
         gradients={block.name: block.tensor for block in gradients},
         loss=loss.item() / num_targets,
-        balance=balance.item() / (num_targets * max(1, len(balances))),
+        balance=balance.item() / (num_targets * max(1, len(routings))),
         norm=math.sqrt(sum(block.tensor.double().square().sum().item() for block in gradients)),
         num_targets=num_targets,
     )
@@ -228,7 +244,8 @@ def compare_mesh(
 ) -> ParityResult:
     """Run the step on `mesh`, which is that of `config` and all of whose ranks call this."""
     trainer = build_trainer(config, mesh, device)
-    weights, gradients = _canonical(trainer)
+    trainer.pipeline.restore_counts(uneven_counts(config))
+    weights, _ = _canonical(trainer)
     weights_equal = all(torch.equal(b.tensor, _block_of(reference.weights, b)) for b in weights)
     per_rank = len(sequences) // mesh.num_batch_ranks
     mine = sequences[mesh.batch_rank * per_rank : (mesh.batch_rank + 1) * per_rank]
@@ -238,14 +255,21 @@ def compare_mesh(
     norm_value = norm.item()
     seconds = time.perf_counter() - start
 
-    found = {b.name: _compare_block(b, reference) for b in gradients if b.tensor.numel()}
-    facts = gather_objects((weights_equal, reference.weights_sha256, found), mesh.world)
+    compared = {
+        (b.name, b.offsets): (*_compare_block(b, reference), p.replicas.size, _sha256([b.tensor]))
+        for p in trainer.parameters
+        for b in canonical_blocks(p, p.grad)
+        if b.tensor.numel()
+    }
+    facts = gather_objects((weights_equal, reference.weights_sha256, compared), mesh.world)
     sizes = dict.fromkeys(reference.gradients, 0)
     differences = dict.fromkeys(reference.gradients, 0.0)
-    for _, _, compared in facts:
-        for name, (difference, size) in compared.items():
+    for name, offsets in {place for _, _, compared in facts for place in compared}:
+        held = [found[name, offsets] for _, _, found in facts if (name, offsets) in found]
+        differences[name] = max(differences[name], *(difference for difference, *_ in held))
+        _, size, num_replicas, _ = held[0]
+        if len(held) == num_replicas and len({digest for *_, digest in held}) == 1:
             sizes[name] += size
-            differences[name] = max(differences[name], difference)
     worst = max(differences, key=lambda name: differences[name])
     return ParityResult(
         mesh=mesh.config.label,
@@ -270,6 +294,13 @@ def _canonical(trainer: Trainer) -> tuple[list[CanonicalBlock], list[CanonicalBl
     parameters = trainer.parameters
     weights = [block for p in parameters for block in canonical_blocks(p, p.shard)]
     return weights, [block for p in parameters for block in canonical_blocks(p, p.grad)]
+
+
+def _sha256(tensors: Iterable[Tensor]) -> str:
+    digest = sha256()
+    for tensor in tensors:
+        digest.update(tensor.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _block_of(tensors: dict[str, Tensor], block: CanonicalBlock) -> Tensor:
@@ -306,5 +337,5 @@ def _row(result: ParityResult, dtype: Literal["fp64", "fp32"]) -> str:
     return (
         f"{result.mesh:<10} {weights:<9} {' '.join(f'{n:8.1e}' for n in numbers)}  "
         f"{result.seconds:7.2f}  {'agrees ' if result.agrees(dtype) else 'DIFFERS'}  {result.worst}"
-        + ("" if result.covered else "; some elements on no rank or on several")
+        + ("" if result.covered else "; some elements on no rank or too many, or replicas differ")
     )

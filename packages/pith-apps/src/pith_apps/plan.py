@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from math import ceil
 
 import torch
-from pith_engine.mesh import describe_mesh
+from pith_engine.fsdp import shard_axes
+from pith_engine.lr import reaches_peak
+from pith_engine.mesh import Mesh, describe_mesh
 from pith_engine.partition import chunk_costs, describe_partition, layers_per_chunk
 from pith_models.build import forward_flops, parameter_counts
 from pith_ops.attention import AttentionBackend, choose_attention_backend
@@ -26,7 +28,7 @@ class Machine:
     processes_here: int
     """Processes of the run on this node."""
     num_gpus: int
-    """GPUs that this node shows."""
+    """GPUs that this node shows, over all processes of the run here."""
 
 
 def chosen_layers(config: RunConfig) -> tuple[int, ...]:
@@ -73,10 +75,13 @@ def describe_run(config: RunConfig, machine: Machine, num_tokens: int) -> str:
     tokens = train.batch * train.sequence_length
     nodes = ceil(machine.world_size / machine.processes_here)
     epochs = train.steps * tokens / num_tokens
+    rates = config.lr
+    unreached = "" if reaches_peak(rates, train.steps) else ", which this short run never reaches"
     return f"""\
 run {config.name} in {config.run_folder}
 mesh {mesh.label}: {machine.world_size} process(es) on {nodes} node(s)
 {describe_mesh(mesh, machine.processes_here)}
+sharding: {_sharding(config)}
 layers per chunk ({"configured" if config.layers_per_chunk else "balanced by cost"})
 {describe_partition(costs)}
 parameters: {counts.total:,} in all, {counts.active:,} active for a token; \
@@ -84,5 +89,17 @@ parameters: {counts.total:,} in all, {counts.active:,} active for a token; \
 step: {train.batch} sequences of {train.sequence_length} = {tokens:,} tokens, in \
 {config.num_micro_batches // mesh.num_batch_ranks} micro-batches of {train.micro_batch} a rank
 run: {train.steps} steps, {train.steps * tokens:,} tokens, {epochs:.2f} epochs of the corpus
+learning rate: {rates.schedule}, warmup of {rates.warmup_steps} steps to {rates.peak:g}{unreached}
 chosen: device {train.device}, dtype {train.dtype}, attention {chosen_attention(config).value} \
-(asked: {train.attention}), balance {config.balance.method}"""
+(asked: {train.attention}), balance {config.balance.method}, recompute {train.recompute}"""
+
+
+def _sharding(config: RunConfig) -> str:
+    """Over which axes parameters are sharded and replicated."""
+    mesh, parts = Mesh.plan(config.mesh, 0), []
+    for kind, is_expert in (("dense", False), ("experts", True)):
+        shards, replicas = shard_axes(mesh, config.sharding, is_expert=is_expert)
+        parts.append(f"{kind} in {shards.size} shard(s) over {shards.name}")
+        if replicas.size > 1:
+            parts[-1] += f", {replicas.size} replicas over {replicas.name}"
+    return "; ".join(parts)

@@ -5,7 +5,7 @@ A step is short enough to be read whole (`_train_step`):
     1. this rank's micro-batches of the step; which samples they hold depends on the step alone
     2. gradients: gather, DualPipeV over the micro-batches, reduce, global norm   (trainer.py)
     3. a norm that is not finite ends the run before anything is updated
-    4. clip, learning rate of the step, AdamW on this rank's shards
+    4. clip, learning rate of the step, AdamW or Muon on this rank's shards, `bias` balancing
 
 Around it: a held-out evaluation and a checkpoint at their intervals and after the last step, one
 line a step. The same command again resumes: weights, moments, data position and learning rate all
@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from pith_engine.balance import update_balance_biases
 from pith_engine.checkpoint import (
     Manifest,
     find_checkpoint,
@@ -32,7 +33,8 @@ from pith_engine.checkpoint import (
 from pith_engine.gradients import clip_gradients, raise_if_not_finite
 from pith_engine.lr import learning_rate
 from pith_engine.mesh import Mesh
-from pith_engine.optim import AdamW
+from pith_engine.muon import Muon
+from pith_engine.optim import AdamW, describe_groups
 from pith_engine.runtime import all_reduce, broadcast_object, read_launch
 
 from pith_apps.checks import changed_fields, required_checkpoint
@@ -64,7 +66,8 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
             write_run_facts(config.run_folder, config_record(config), mesh.world.size)
             (config.run_folder / "plan.txt").write_text(plan + "\n")
         trainer = build_trainer(config, mesh, device)
-        optimizer = AdamW(trainer.parameters, config.optim)
+        optimizer = _build_optimizer(config, trainer)
+        assignment = describe_groups(optimizer.groups(), mesh)
         resumed = _resume(config, trainer, optimizer)
         with RunLog(
             config.run_folder,
@@ -78,6 +81,7 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
             tensorboard=config.log.tensorboard,
         ) as log:
             log.say(plan)
+            log.say(assignment)
             log.say(_start_line(config, resumed))
             _train(config, trainer, optimizer, corpus, log)
     if read_launch(os.environ).rank == 0:
@@ -85,7 +89,15 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
     return 0
 
 
-def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW) -> Manifest | None:
+def _build_optimizer(config: RunConfig, trainer: Trainer) -> AdamW | Muon:
+    match config.optim.method:
+        case "adamw":
+            return AdamW(trainer.parameters, config.optim)
+        case "muon":
+            return Muon(trainer.parameters, config.optim)
+
+
+def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon) -> Manifest | None:
     """Load the newest complete checkpoint that rank 0 sees; None when there is none."""
     mesh = trainer.mesh
     found = find_checkpoint(config.checkpoint_folder) if mesh.rank == 0 else None
@@ -97,6 +109,7 @@ def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW) -> Manifest |
     load_checkpoint(newest, trainer.parameters, state, mesh)
     # A step without targets updates nothing, so there may be fewer updates than steps.
     optimizer.num_steps = manifest.run.get("num_updates", optimizer.num_steps)
+    trainer.pipeline.restore_counts(manifest.run.get("expert_counts", {}))
     return manifest
 
 
@@ -110,13 +123,15 @@ def _start_line(config: RunConfig, resumed: Manifest | None) -> str:
     changed = changed_fields(resumed.run.get("config", {}), config_record(config))
     lines = [f"resumed at step {resumed.step} of {steps} from {folder}"]
     lines += [f"changed since that checkpoint: {change}" for change in changed]
+    if config.balance.method == "global-batch" and not resumed.run.get("expert_counts"):
+        lines.append("it holds no expert frequencies: the next step is balanced as the first")
     if resumed.step >= steps:
         lines.append("nothing is left to train; --train.steps prolongs the run")
     return "\n".join(lines)
 
 
 def _train(
-    config: RunConfig, trainer: Trainer, optimizer: AdamW, corpus: Corpus, log: RunLog
+    config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog
 ) -> None:
     """Steps, evaluations and checkpoints until the last step."""
     data = TrainingData(
@@ -142,7 +157,7 @@ def _train(
 def _train_step(
     config: RunConfig,
     trainer: Trainer,
-    optimizer: AdamW,
+    optimizer: AdamW | Muon,
     data: TrainingData,
     step: int,
     log: RunLog,
@@ -155,14 +170,14 @@ def _train_step(
     if losses.num_targets:
         clip_gradients(parameters, norm, config.train.max_grad_norm)
         optimizer.step(rate)
+        if config.balance.method == "bias":
+            counts = trainer.pipeline.expert_counts
+            update_balance_biases(parameters, counts, config.balance.bias_rate)
     log.log_step(
-        loss=losses.loss,
-        balance_loss=losses.balance,
-        max_load=losses.max_load or None,
+        losses,
         learning_rate=rate,
         grad_norm=norm.item(),
         num_tokens=config.train.batch * config.train.sequence_length,
-        num_targets=losses.num_targets,
         # Read last: on a GPU its arrival means that the optimizer's kernels are done.
         peak_memory=_peak_memory(mesh, trainer.device),
     )
@@ -180,7 +195,7 @@ def _evaluate(config: RunConfig, trainer: Trainer, log: RunLog) -> None:
 
 
 def _save(
-    config: RunConfig, trainer: Trainer, optimizer: AdamW, corpus: Corpus, log: RunLog
+    config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog
 ) -> None:
     """Write the checkpoint of the step that just ended, then delete those beyond `keep`."""
     start = time.perf_counter()
@@ -189,6 +204,7 @@ def _save(
         "corpus": corpus.meta.sha256,
         "tokens_seen": log.tokens_seen,
         "num_updates": optimizer.num_steps,
+        "expert_counts": trainer.pipeline.saved_counts(),
     }
     with log.elsewhere():
         path = save_checkpoint(

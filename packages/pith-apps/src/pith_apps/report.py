@@ -1,7 +1,7 @@
 """The picture of a run: `loss.png` from `metrics.jsonl`.
 
-Training loss of every step (faint) under its running mean, held-out loss as points, and the entropy
-of single tokens as a line: a model below it has learned to use context. No display is needed.
+Training loss of every step (faint) under its running mean, held-out loss as points, the entropy of
+single tokens as a line: a model below it uses context. No display is needed.
 """
 
 from pathlib import Path

@@ -5,6 +5,7 @@
                  metrics.jsonl        one JSON object a line, written by rank 0 (see below)
                  log/rank_00000.log   what a rank said, with times; rank 0 also prints it
                  tensorboard/         when asked for
+                 lock                 held while a process writes to the folder
 
 A line of `metrics.jsonl` has either "loss" (a training step) or "held_out_loss" (an evaluation
 after that step). A resumed run first cuts off what it will write again.
@@ -21,14 +22,17 @@ import platform
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from fcntl import LOCK_EX, LOCK_NB, flock
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
+from pith_engine.pipeline import StepLosses
 from pith_ops.device import peak_flops
 
 if TYPE_CHECKING:
@@ -50,9 +54,15 @@ class StepRecord:
     loss: float
     """Token-weighted mean over all ranks, in nats."""
     balance_loss: float
-    """Balance loss without its coefficient; 1 is even."""
+    """Balance loss without its coefficient; 1 is even, 0 is a method without one."""
+    z_loss: float
+    """Router z-loss without its coefficient; 0 when it is off."""
     max_load: float | None
     """Tokens of the busiest expert over the mean, worst layer; None for a model without experts."""
+    dead_experts: int | None
+    """Experts without a token, over all layers; None likewise."""
+    load_entropy: float | None
+    """Entropy of the load from 0 to 1 (even), mean over layers; None likewise."""
     learning_rate: float
     """That the step used."""
     grad_norm: float
@@ -82,13 +92,17 @@ class StepRecord:
         """The step line of rank 0."""
         width = len(str(self.total_steps))
         unit = "GPU" if device_type == "cuda" else "process"
-        load = "n/a" if self.max_load is None else f"{self.max_load:.2f}"
+        loads = "max-load n/a"
+        if self.max_load is not None:
+            loads = f"max-load {self.max_load:.2f}  dead {self.dead_experts}  "
+            loads += f"entropy {self.load_entropy:.3f}"
         mfu = f"n/a ({self.mfu_unknown})" if self.mfu is None else f"{100 * self.mfu:.1f}%"
         parts = [
             f"step {self.step:>{width}}/{self.total_steps}",
             f"loss {self.loss:.4f}",
             f"balance {self.balance_loss:.3f}",
-            f"max-load {load}",
+            *([f"z {self.z_loss:.3f}"] if self.z_loss else []),
+            loads,
             f"lr {self.learning_rate:.2e}",
             f"grad norm {self.grad_norm:.3f}",
             f"{self.tokens_per_second:,.0f} tok/s",
@@ -126,7 +140,7 @@ class RunLog:
         are all cut off.
 
         Raises:
-            ValueError: the folder cannot be written, or TensorBoard is not installed.
+            ValueError: the folder cannot be written.
         """
         self.rank, self.world_size, self.device = rank, world_size, device
         self.total_steps, self.step, self.tokens_seen = total_steps, resumed_step, tokens_seen
@@ -171,27 +185,24 @@ class RunLog:
 
     def log_step(
         self,
+        losses: StepLosses,
         *,
-        loss: float,
-        balance_loss: float,
-        max_load: float | None,
         learning_rate: float,
         grad_norm: float,
         num_tokens: int,
-        num_targets: int,
         peak_memory: int,
     ) -> None:
         """End a step: take its time, and on rank 0 print and record it.
 
-        Arguments are as in `StepRecord`; `num_tokens` are the step's tokens over all ranks,
-        `num_targets` those that count: none means that the update was skipped.
+        Arguments are as in `StepRecord`; `num_tokens` are the step's tokens over all ranks. No
+        target means that the update was skipped.
         """
         now = time.perf_counter()
         seconds, self._last_end = now - self._last_end, now
         elsewhere, self._elsewhere = self._elsewhere, 0.0
         self.step += 1
-        self.tokens_seen += num_targets
-        self.num_skipped_steps += num_targets == 0
+        self.tokens_seen += losses.num_targets
+        self.num_skipped_steps += losses.num_targets == 0
         self._recent = [*self._recent, seconds][-ETA_STEPS:]
         if self.metrics is None:
             return
@@ -200,9 +211,12 @@ class RunLog:
         record = StepRecord(
             step=self.step,
             total_steps=self.total_steps,
-            loss=loss,
-            balance_loss=balance_loss,
-            max_load=max_load,
+            loss=losses.loss,
+            balance_loss=losses.balance,
+            z_loss=losses.z_loss,
+            max_load=losses.max_load if losses.max_load else None,
+            dead_experts=losses.dead_experts if losses.max_load else None,
+            load_entropy=losses.load_entropy if losses.max_load else None,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
             tokens_seen=self.tokens_seen,
@@ -270,11 +284,42 @@ def write_run_facts(folder: Path, config: dict[str, object], world_size: int) ->
         (folder / name).write_text(json.dumps(record, indent=2) + "\n")
 
 
+@contextmanager
+def held_run_folder(folder: Path) -> Generator[None]:
+    """Hold a run folder, made where it is missing, alone for the body.
+
+    The kernel lets go when the process ends, however it ends. Without file locks on the file system
+    nothing is held, and a warning says so.
+
+    Raises:
+        ValueError: another process holds it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a")
+    except OSError as error:
+        raise ValueError(f"run folder {folder} cannot be written: {error}") from None
+    with file:
+        try:
+            flock(file, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"run folder {folder} is in use by another process: wait until it ends, stop it, "
+                "or give another --name"
+            ) from None
+        except OSError as error:
+            warnings.warn(f"{folder} is not protected from a second run: {error}", stacklevel=3)
+        yield
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The records of `metrics.jsonl` in order; a half-written last line is left out."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -304,13 +349,8 @@ def _truncate_metrics(folder: Path, last_step: int) -> None:
 
 
 def _open_tensorboard(folder: Path, resumed_step: int) -> "SummaryWriter":
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError(
-            "log.tensorboard is on, but TensorBoard is not installed: "
-            "pip install 'pith-apps[tensorboard]'"
-        ) from None
+    from torch.utils.tensorboard import SummaryWriter  # `checks.py` asked whether it is there
+
     return SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
 

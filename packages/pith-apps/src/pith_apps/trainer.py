@@ -14,7 +14,7 @@ are read between `reduce` and the next `gather`, that of an evaluation included.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,7 +66,7 @@ class Trainer:
 
 
 @contextmanager
-def joined_group(config: RunConfig) -> Iterator[torch.device]:
+def joined_group(config: RunConfig) -> Generator[torch.device]:
     """Be one of the run's processes for the body; one that raises ends at once, by name."""
     with fail_fast(read_launch(os.environ).rank):
         device = start_process_group(config.train.device, timedelta(seconds=config.timeout))
@@ -76,7 +76,7 @@ def joined_group(config: RunConfig) -> Iterator[torch.device]:
 
 
 @contextmanager
-def joined_mesh(config: RunConfig) -> Iterator[tuple[Mesh, torch.device]]:
+def joined_mesh(config: RunConfig) -> Generator[tuple[Mesh, torch.device]]:
     """Be one rank of the run's mesh for the body, with the data in place."""
     with joined_group(config) as device:
         mesh = Mesh.create(config.mesh, timedelta(seconds=config.timeout))
@@ -96,7 +96,7 @@ def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Traine
         attention_backend=chosen_attention(config),
     )
     dtype = compute_dtype(config)
-    units = shard_chunks(chunks, mesh, compute_dtype=dtype, device=device)
+    units = shard_chunks(chunks, mesh, sharding=config.sharding, compute_dtype=dtype, device=device)
     parameters = sharded_parameters(units)
     initialise(parameters, config.train.seed)
     pipeline = Pipeline(
@@ -106,6 +106,7 @@ def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Traine
         dtype=dtype,
         device=device,
         balance=config.balance,
+        recompute=config.train.recompute,
     )
     return Trainer(mesh=mesh, device=device, units=units, parameters=parameters, pipeline=pipeline)
 

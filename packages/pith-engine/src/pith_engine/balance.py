@@ -1,88 +1,175 @@
-"""Load balancing of experts: the `sequence` auxiliary loss, and the expert load that a run shows.
+"""Load balancing of experts: auxiliary losses, the selection bias, and the load that a run shows.
 
-The sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20) is, for one sequence of
-n counted tokens, N experts in the router's pool and top-k of K,
+For the N members of a router's pool, c_i how often counted tokens chose i, and s_ti the normalised
+score of token t,
 
-    f_i = N / (K n) * #{tokens that chose i}      P_i = 1/n * sum over tokens of score_i
-    L   = sum over i of f_i * P_i
+    f_i = N c_i / sum over j of c_j     P_i = mean over the n counted tokens of s_ti
+    L   = sum over i of f_i P_i
 
-which is 1 when the load is even. The gradient of a step is that of
-`coefficient * sum over layers and sequences of (n / global count) * L`; a token counts when its
-target is not ignored. Only the scores carry a gradient.
+which is 1 when the load is even, whatever the top-k (Hugging Face's value is k times this). The
+gradient of a step is that of `coefficient / (global count) * sum over layers and tokens t of
+sum_i f_i s_ti`; only the scores carry a gradient, and the methods differ in what f is counted over:
 
-The trap: the value must not depend on how sequences fall into micro-batches, so nothing here takes
-a mean: `sequence_balance` returns `sum of n * L`, and the caller divides by the global count, as it
-does for the token losses.
+    method        c counted over                        depends on micro-batch size   source, arXiv
+    micro-batch   the sequences of one micro-batch      yes                           2101.03961
+    sequence      each sequence                         no                            2412.19437
+    global-batch  the whole global batch, step before   no                            2501.11873
+    bias          no loss: `update_balance_biases`      no                            2408.15664
+
+`global-batch` takes the step before (even load at the first), because the frequencies of a batch
+are not known at its first backward. The router z-loss (2202.08906), mean over counted tokens of
+logsumexp(logits)^2, goes with any of them. A token counts when its target is not ignored.
+
+The trap: no value may depend on how sequences fall into micro-batches or ranks, so nothing here
+takes a mean: sums are returned, and the caller divides by the global count as for token losses.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from math import inf, log
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from pith_engine.contract import IGNORED_TARGET, Batch, Routing
-from pith_engine.mesh import Mesh
+from pith_engine.contract import IGNORED_TARGET, Batch, Role, Routing
+from pith_engine.fsdp import ShardedParameter, cut_block
+from pith_engine.mesh import Axis
 from pith_engine.runtime import all_reduce
+
+BalanceMethod = Literal["none", "micro-batch", "sequence", "global-batch", "bias"]
+"""The rows of the table above, and `none`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """How experts are kept evenly loaded."""
+    """How experts are kept evenly loaded; equal on every mesh, at one micro-batch size b."""
 
-    method: Literal["none", "sequence"] = "sequence"
-    """`sequence`: auxiliary loss over each sequence; `none`: no balancing."""
+    method: BalanceMethod = "sequence"
+    """Auxiliary loss over each `sequence`, or over the `global-batch` with the frequencies of the
+    step before: neither depends on b; over each `micro-batch`: depends on b. `bias`: no loss, a
+    bias that only selects. `none`: no balancing."""
     coefficient: float = 1e-3
-    """Weight of the auxiliary loss beside the token loss (at least 0); `none` does not read it."""
+    """Weight of the auxiliary loss (at least 0); `none` and `bias` do not read it."""
+    bias_rate: float = 1e-3
+    """What `bias` adds to or takes from an expert's bias in a step (above 0)."""
+    z_coefficient: float = 0.0
+    """Weight of the router z-loss, with any method; 0 leaves it out. Does not depend on b."""
 
-    def __post_init__(self) -> None:
-        if self.method not in ("none", "sequence"):
-            raise ValueError(f"balance.method is {self.method!r}: use 'none' or 'sequence'")
-        if not 0 <= self.coefficient < float("inf"):
-            raise ValueError(f"balance.coefficient is {self.coefficient}: use a number >= 0")
-
-
-def sequence_balance(routing: Routing, batch: Batch) -> Tensor:
-    """Sum over a micro-batch's sequences of (counted tokens) * (sequence loss): a scalar in the
-    dtype of `routing.scores`."""
-    num_sequences, pool = batch.num_sequences, routing.scores.shape[1]
-    counted = (batch.targets != IGNORED_TARGET).view(num_sequences, -1)
-    num_counted = counted.sum(1)
-    scores = routing.scores.view(num_sequences, -1, pool)
-    score_sums = (scores * counted[:, :, None]).sum(1)
-    choices = _choice_counts(routing.chosen, counted, pool)
-    top_k = routing.chosen.shape[1]
-    per_sequence = (choices * score_sums).sum(1) * pool / (top_k * num_counted.clamp(min=1))
-    return per_sequence.sum()
-
-
-def expert_counts(routing: Routing, batch: Batch) -> Tensor:
-    """`[N]` int64: how often each member of the router's pool was chosen by a counted token."""
-    counted = (batch.targets != IGNORED_TARGET)[None]
-    return _choice_counts(routing.chosen, counted, routing.scores.shape[1])[0]
+    def violations(self) -> list[str]:
+        """One line for each value that is not allowed."""
+        found = []
+        methods = get_args(BalanceMethod)
+        if self.method not in methods:
+            found.append(f"balance.method is {self.method!r}: allowed are {', '.join(methods)}")
+        found += [
+            f"balance.{name} is {value}: allowed are finite numbers from 0"
+            for name, value in [
+                ("coefficient", self.coefficient),
+                ("z_coefficient", self.z_coefficient),
+            ]
+            if not 0 <= value < inf
+        ]
+        if not 0 < self.bias_rate < inf:
+            found.append(
+                f"balance.bias_rate is {self.bias_rate}: allowed are finite numbers above 0"
+            )
+        return found
 
 
-def max_load(counts: Tensor, mesh: Mesh) -> float:
-    """Largest load of an expert over the mean of its layer, over the whole model and step.
+def count_choices(routing: Routing, batch: Batch, method: BalanceMethod) -> Tensor:
+    """`[B, N]` int64: choices of counted tokens by sequence with `sequence`, else in one row.
 
-    `counts` `[MoE layers here, N]` int64 are this rank's choices. Every rank of the mesh calls it:
-    counts are summed over `data`, the maximum is taken over `pp`. 1.0 is even; 0.0 without MoE
-    layers or counted tokens.
+    An id of -1 is no choice.
     """
-    totals = counts.clone()
-    all_reduce(totals, mesh.data)
-    means = totals.double().mean(1).clamp(min=1e-300)
-    loads = totals.max(1).values / means if len(totals) else means
-    worst = torch.cat([loads, loads.new_zeros(1)]).max()
-    all_reduce(worst, mesh.pp, op="max")
-    return worst.item()
+    num_rows = batch.num_sequences if method == "sequence" else 1
+    counted = batch.targets != IGNORED_TARGET
+    valid = counted[:, None] & (routing.chosen >= 0)
+    ids = routing.chosen.clamp(min=0).long().view(num_rows, -1)
+    counts = ids.new_zeros(num_rows, routing.scores.shape[1])
+    return counts.scatter_add(1, ids, valid.view(num_rows, -1).long())
 
 
-def _choice_counts(chosen: Tensor, counted: Tensor, pool: int) -> Tensor:
-    """`[B, N]` int64 counts of the ids in `chosen` `[T, K]` (-1: none) where `counted` `[B, S]`."""
-    num_sequences, length = counted.shape
-    ids = chosen.view(num_sequences, length, -1)
-    valid = counted[:, :, None] & (ids >= 0)
-    flat_ids = ids.clamp(min=0).view(num_sequences, -1).long()
-    counts = torch.zeros(num_sequences, pool, dtype=torch.int64, device=chosen.device)
-    return counts.scatter_add(1, flat_ids, valid.view(num_sequences, -1).long())
+def load_factors(
+    method: BalanceMethod, counts: Tensor, previous: Tensor | None, cp: Axis
+) -> Tensor | None:
+    """The file docstring's f, `[B, N]` float64; None for a method without an auxiliary loss.
+
+    `counts` are those of `count_choices` here; with a cp axis, which shares sequences, they are
+    summed over it. `previous` `[N]` are the choices of the step before, None before the first.
+    """
+    match method:
+        case "none" | "bias":
+            return None
+        case "global-batch":
+            counts = torch.ones_like(counts) if previous is None else previous[None]
+        case "micro-batch" | "sequence":
+            counts = all_reduce(counts.clone(), cp) if cp.size > 1 else counts
+    shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
+    return shares * counts.shape[1]
+
+
+def balance_loss(routing: Routing, batch: Batch, factors: Tensor) -> Tensor:
+    """Sum over counted tokens and the pool of factor * score, a scalar in the scores' dtype."""
+    num_rows, pool = factors.shape
+    counted = (batch.targets != IGNORED_TARGET).view(num_rows, -1, 1)
+    score_sums = (routing.scores.view(num_rows, -1, pool) * counted).sum(1)
+    return (factors.to(score_sums.dtype) * score_sums).sum()
+
+
+def router_z_loss(routing: Routing, batch: Batch) -> Tensor:
+    """Sum over counted tokens of logsumexp(logits)^2, a scalar in the logits' dtype."""
+    return (routing.logits.logsumexp(1).square() * (batch.targets != IGNORED_TARGET)).sum()
+
+
+def auxiliary_losses(
+    config: BalanceConfig, routing: Routing, batch: Batch, factors: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """What a layer adds to the loss of a micro-batch, before the division by the global count.
+
+    Returns:
+        coefficient * balance loss + z_coefficient * z-loss, None when nothing is added; and both
+        without coefficients, `[2]` float64 without gradient, 0 for what is off.
+    """
+    terms, values = [], torch.zeros(2, dtype=torch.float64, device=routing.scores.device)
+    if factors is not None:
+        balance = balance_loss(routing, batch, factors)
+        values[0] = balance.detach()
+        terms.append(config.coefficient * balance)
+    if config.z_coefficient:
+        z = router_z_loss(routing, batch)
+        values[1] = z.detach()
+        terms.append(config.z_coefficient * z)
+    return torch.stack(terms).sum() if terms else None, values
+
+
+@torch.no_grad()
+def update_balance_biases(
+    parameters: Iterable[ShardedParameter], counts: Mapping[int, Tensor], rate: float
+) -> None:
+    """Once a step, after the optimizer: bias += rate * sign(mean - count), on this rank's blocks.
+
+    DeepSeek-V3's form (arXiv 2408.15664), without centring: the biases' mean may drift, which no
+    selection notices. `counts` are `Pipeline.expert_counts`, of the whole global batch: integers,
+    so every mesh makes the same update. Layers without a bias are passed over.
+    """
+    for parameter in parameters:
+        if parameter.role is Role.BALANCE_BIAS:
+            total = counts[int(parameter.name.split(".")[1])]
+            # In integers: a mean that rounds would move an expert that has exactly the mean.
+            direction = torch.sign(total.sum() - len(total) * total)
+            block = cut_block(direction, parameter.offsets, parameter.shard.shape)
+            parameter.shard.add_(block.to(parameter.shard.dtype), alpha=rate)
+
+
+def layer_loads(counts: Tensor) -> Tensor:
+    """How even the load of each layer is: `[L, 3]` float64 from choices `[L, N]` of a whole step.
+
+    Columns: the largest load over the mean (1 is even); dead members, chosen by no counted token;
+    the entropy of the shares over log N (1 is even, 0 is one expert for all).
+    """
+    shares, pool = counts.double() / counts.sum(1, keepdim=True).clamp(min=1), counts.shape[1]
+    entropies = shares[:, 0]  # a pool of one is even
+    if pool > 1:
+        entropies = -torch.special.xlogy(shares, shares).sum(1) / log(pool)
+    return torch.stack([shares.amax(1) * pool, (counts == 0).sum(1).double(), entropies], dim=1)

@@ -4,7 +4,7 @@ A model is cut into chunks. A `ModelChunk` is an `nn.Module` with `layers`, an `
 by the global layer number; the first chunk also embeds, the last one also computes the loss. A
 decoder layer offers three methods, all that is particular to a model family:
 
-    attention(hidden, batch)               -> (tokens, residual, routing or None)
+    attention(hidden, batch, chosen)       -> (tokens, residual, routing or None)
     experts(tokens, groups, weight_grads)  -> outputs, one row per row of `tokens`
     aggregate(combined, residual)          -> hidden
 
@@ -34,7 +34,7 @@ IGNORED_TARGET = -100
 
 
 class Role(Enum):
-    """What a parameter is: fixes its gathered dtype, weight decay, initial value and sharding."""
+    """What a parameter is: fixes gathered dtype, optimizer, decay, initial value and sharding."""
 
     MATRIX = "matrix"
     EXPERT_MATRIX = "expert matrix"
@@ -46,6 +46,8 @@ class Role(Enum):
     EXPERT_BIAS = "expert bias"
     SINK = "sink"
     CONV = "conv"
+    BALANCE_BIAS = "balance bias"
+    """Added to a router's scores for the choice alone; see `balance.py`."""
 
     @property
     def is_expert(self) -> bool:
@@ -55,12 +57,23 @@ class Role(Enum):
     @property
     def is_decayed(self) -> bool:
         """Whether weight decay applies: to matrices, the router's included."""
-        return self not in (Role.NORM, Role.BIAS, Role.EXPERT_BIAS, Role.SINK)
+        return self.is_trained and self not in (Role.NORM, Role.BIAS, Role.EXPERT_BIAS, Role.SINK)
+
+    @property
+    def uses_muon(self) -> bool:
+        """Whether Muon updates it if a run asks for Muon: linear maps between hidden states."""
+        return self in (Role.MATRIX, Role.EXPERT_MATRIX)
 
     @property
     def keeps_fp32(self) -> bool:
         """Whether the gathered copy stays in the master dtype instead of the compute dtype."""
-        return self in (Role.ROUTER, Role.BIAS, Role.EXPERT_BIAS, Role.SINK)
+        fp32_roles = (Role.ROUTER, Role.BIAS, Role.EXPERT_BIAS, Role.SINK, Role.BALANCE_BIAS)
+        return self in fp32_roles
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the optimizer moves it; the gradient of one that it does not move stays zero."""
+        return self is not Role.BALANCE_BIAS
 
 
 class DeclaredParameter(nn.Parameter):
@@ -126,6 +139,8 @@ class Routing:
     """`[T, N]` normalised scores over the router's own pool, differentiable: balance statistics."""
     chosen: Tensor
     """`[T, K]` int32 ids in the router's own pool; equals `expert_ids` when pool and experts do."""
+    logits: Tensor
+    """`[T, N]` what the scores were made from, differentiable: the router z-loss."""
 
 
 class DecoderLayer(Protocol):
@@ -134,8 +149,14 @@ class DecoderLayer(Protocol):
     num_local_experts: int
     """Experts held on this rank; 0 for a dense layer."""
 
-    def attention(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Routing | None]:
-        """`[T, H]` -> tokens for the experts `[T, H]`, residual `[T, H]`, routing."""
+    def attention(
+        self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Routing | None]:
+        """`[T, H]` -> tokens for the experts `[T, H]`, residual `[T, H]`, routing.
+
+        `chosen`, the `Routing.chosen` of the first run, is given when the stage is recomputed: the
+        router takes it instead of choosing. A dense layer has no use for it.
+        """
         ...
 
     def experts(

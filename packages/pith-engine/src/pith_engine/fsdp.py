@@ -13,9 +13,14 @@ A step is `gather()` (full <- all ranks' shards, full_grads <- 0), any number of
 the global token count at its source.
 
 Dense parameters are sharded over `mesh.data`, experts over `mesh.expert_data` after ep has split
-them. A block is what `torch.chunk` gives along dim 0, or along the last dim when dim 0 has fewer
-rows than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit; its buffer has
-one row a rank, in which a parameter has the columns that its largest block needs.
+them. Replicated over dp instead (HSDP, `ShardingConfig`), gathers stay within a replica, and
+
+    grads = sum over dp of (sum over the shard axis of full_grads):  reduce-scatter, then all-reduce
+
+has the same bits on every replica, so the replicas' weights never part. A block is what
+`torch.chunk` gives along dim 0, or along the last dim when dim 0 has fewer rows than ranks: 6 rows
+on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit; its buffer has one row a rank, in
+which a parameter has the columns that its largest block needs.
 
 torch's `fully_shard` does not serve: driven by hand it needs private members, it cannot sum on
 gloo, and it loses weight gradients that arrive after its hooks ran. The trap: `parameter.grad` must
@@ -23,7 +28,7 @@ stay the view it is (no `zero_grad`); `reduce` checks.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
 
@@ -32,10 +37,20 @@ from torch import Tensor, nn
 
 from pith_engine.contract import DeclaredParameter, ModelChunk, Role
 from pith_engine.mesh import Axis, Mesh
-from pith_engine.runtime import all_gather, reduce_scatter
+from pith_engine.runtime import all_gather, all_reduce, reduce_scatter
 
 ALIGNMENT = 64
 """Elements to which blocks are padded, so that every view starts on a boundary of 128 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """What is replicated over dp instead of sharded (HSDP): more memory, shorter gathers."""
+
+    replicate_dense: bool = False
+    """Shard all but experts over cp x ep only; every dp rank holds a replica."""
+    replicate_experts: bool = False
+    """Shard experts, which ep has split, over cp only; every dp rank holds a replica."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,6 +69,12 @@ class ShardedParameter:
     """Shape over the whole mesh: for experts dim 0 counts those of all ep ranks."""
     offsets: tuple[int, ...]
     """Where this rank's block starts in `global_shape`."""
+    replicas: Axis
+    """The ranks that hold this same block; one rank unless it is replicated."""
+    axis: Axis
+    """The ranks that hold the blocks of `full`."""
+    dim: int
+    """The dim along which `full` is cut into them."""
     full: nn.Parameter = field(repr=False)
     """The gathered parameter; `full.grad` is a view of the unit's gradient buffer."""
     shard: Tensor = field(repr=False)
@@ -88,6 +109,7 @@ class Unit:
         declared: dict[str, DeclaredParameter],
         mesh: Mesh,
         *,
+        sharding: ShardingConfig = ShardingConfig(),
         compute_dtype: torch.dtype,
         device: torch.device,
     ):
@@ -98,7 +120,7 @@ class Unit:
         self.name = name
         master = torch.float64 if compute_dtype == torch.float64 else torch.float32
         is_expert = any(declaration.role.is_expert for declaration in declared.values())
-        self._axis = mesh.expert_data if is_expert else mesh.data
+        self._axis, self._replicas = shard_axes(mesh, sharding, is_expert=is_expert)
         order = sorted(declared, key=lambda n: declared[n].role.keeps_fp32)
         self._slots: list[_Slot] = []
         column = grad_start = 0
@@ -112,7 +134,7 @@ class Unit:
         self._shards = torch.zeros(column, dtype=master, device=device)
         self._full_grads = torch.zeros(grad_start, dtype=master, device=device)
         # A single rank's gradient is whole already: the blocks are the full buffer itself.
-        alone = self._axis.size == 1
+        alone = self._axis.size == self._replicas.size == 1
         self._grads = self._full_grads if alone else torch.zeros_like(self._shards)
         self.parameters: list[ShardedParameter] = []
         for stored, slot in zip(order, self._slots, strict=True):
@@ -120,6 +142,7 @@ class Unit:
             full = nn.Parameter(slot.whole(slot.buffer))
             full.grad_dtype = master
             full.grad = slot.whole(self._full_grads[slot.grad_start :])
+            full.requires_grad_(declaration.role.is_trained)
             grad_column = slot.grad_start if alone else slot.column
             offsets, global_shape = [0] * len(slot.shape), list(slot.shape)
             offsets[slot.dim] = slot.bounds[self._axis.rank][0]
@@ -134,6 +157,9 @@ class Unit:
                     parts=declaration.parts,
                     global_shape=tuple(global_shape),
                     offsets=tuple(offsets),
+                    replicas=self._replicas,
+                    axis=self._axis,
+                    dim=slot.dim,
                     full=full,
                     shard=slot.block(self._shards[slot.column :]),
                     grad=slot.block(self._grads[grad_column:]),
@@ -161,49 +187,75 @@ class Unit:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Close a step: `grad` of every parameter becomes the sum over the ranks of its axis."""
+        """Close a step: `grad` of every parameter becomes the sum over shard and replica axis."""
         for slot, parameter in zip(self._slots, self.parameters, strict=True):
             grad, start = parameter.full.grad, self._full_grads[slot.grad_start :]
             if grad is None or grad.data_ptr() != start.data_ptr():
                 raise RuntimeError(
                     f"{parameter.name}.grad was replaced; its unit owns it (no zero_grad)"
                 )
-        if self._axis.size == 1:
+        if self._grads is self._full_grads:
             return
         packed = self._shards.new_zeros(self._axis.size, self._shards.numel())
         for slot in self._slots:
             columns = packed[:, slot.column : slot.column + slot.width]
             slot.pack(self._full_grads[slot.grad_start :], columns)
         reduce_scatter(self._grads, packed.view(-1), self._axis)
+        all_reduce(self._grads, self._replicas)
+
+
+def shard_axes(mesh: Mesh, sharding: ShardingConfig, *, is_expert: bool) -> tuple[Axis, Axis]:
+    """The axis over which parameters are sharded, and the one over which they are replicated."""
+    if sharding.replicate_experts if is_expert else sharding.replicate_dense:
+        return (mesh.cp if is_expert else mesh.dense_shards), mesh.dp
+    none = Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
+    return (mesh.expert_data if is_expert else mesh.data), none
 
 
 def shard_chunks(
-    chunks: list[ModelChunk], mesh: Mesh, *, compute_dtype: torch.dtype, device: torch.device
+    chunks: list[ModelChunk],
+    mesh: Mesh,
+    *,
+    sharding: ShardingConfig = ShardingConfig(),
+    compute_dtype: torch.dtype,
+    device: torch.device,
 ) -> list[Unit]:
     """Replace the declared parameters of this rank's chunks by real ones, owned by units.
 
     Units are `embedding`, `head`, and for each layer `layers.N` and `layers.N.experts`, in the
-    order of registration. On the device `meta` nothing is allocated.
+    order of registration. A parameter that is registered several times, in one chunk or in two
+    (tied embeddings), stays one under its first name, and its gradient sums all uses. On the device
+    `meta` nothing is allocated.
 
     Raises:
-        ValueError: a parameter was not declared, or is used under two names.
+        ValueError: a parameter was not declared.
     """
-    units = []
+    members: dict[str, dict[str, DeclaredParameter]] = {}
+    uses: dict[DeclaredParameter, list[tuple[nn.Module, str]]] = {}
     for chunk in chunks:
-        members: dict[str, dict[str, DeclaredParameter]] = {}
         for name, parameter in chunk.named_parameters(remove_duplicate=False):
             if not isinstance(parameter, DeclaredParameter):
                 raise ValueError(f"parameter {name}: every parameter comes from declare()")
-            members.setdefault(_unit_name(name, parameter.role), {})[name] = parameter
-        all_declared = [p for group in members.values() for p in group.values()]
-        if len({id(p) for p in all_declared}) < len(all_declared):
-            raise ValueError("a parameter has two names in one chunk: tied weights are not offered")
-        for unit_name, declared in members.items():
-            unit = Unit(unit_name, declared, mesh, compute_dtype=compute_dtype, device=device)
-            units.append(unit)
-            for sharded in unit.parameters:
-                module, _, attribute = sharded.name.rpartition(".")
-                chunk.get_submodule(module).register_parameter(attribute, sharded.full)
+            if parameter not in uses:
+                declared = members.setdefault(_unit_name(name, parameter.role), {})
+                assert name not in declared, f"two parameters are called {name}"
+                declared[name] = parameter
+            module, _, attribute = name.rpartition(".")
+            uses.setdefault(parameter, []).append((chunk.get_submodule(module), attribute))
+    units = []
+    for unit_name, declared in members.items():
+        unit = Unit(
+            unit_name,
+            declared,
+            mesh,
+            sharding=sharding,
+            compute_dtype=compute_dtype,
+            device=device,
+        )
+        units.append(unit)
+        for sharded in unit.parameters:
+            for module, attribute in uses[declared[sharded.name]]:
+                module.register_parameter(attribute, sharded.full)
     return units
 
 
@@ -242,6 +294,18 @@ def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[Ca
             global_shape=tuple(global_shape),
             offsets=tuple(offsets),
         )
+
+
+def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[CanonicalBlock]:
+    """The canonical blocks that a rank of the parameter's axis holds, on the meta device."""
+    axis, dim, shape = parameter.axis, parameter.dim, list(parameter.full.shape)
+    own_start, _ = chunk_bounds(shape[dim], axis.size, axis.rank)
+    start, stop = chunk_bounds(shape[dim], axis.size, rank)
+    offsets = list(parameter.offsets)
+    offsets[dim] += start - own_start
+    shape[dim] = stop - start
+    there = replace(parameter, offsets=tuple(offsets))
+    return canonical_blocks(there, torch.empty(shape, device="meta"))
 
 
 def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:

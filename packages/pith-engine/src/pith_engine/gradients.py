@@ -5,9 +5,9 @@
     global_norm      sqrt(sum over all elements of all gradients of g^2)
     clip_gradients   g <- g * min(1, max_norm / norm), the same factor everywhere
 
-Every gradient element lives on exactly one rank of the mesh, so squares of local blocks summed over
-the whole mesh count each once. The trap: clipping passes a NaN on, and one NaN destroys every
-weight; `raise_if_not_finite` comes first, on all ranks at once.
+Every gradient element lives on one rank of the mesh, or on one of each replica (HSDP): squares of
+the first replica's blocks, summed over the whole mesh, count each once. The trap: clipping passes a
+NaN on, and one NaN destroys every weight; `raise_if_not_finite` comes first, on all ranks at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,13 +29,14 @@ def count_targets(batches: Iterable[Batch], mesh: Mesh) -> int:
 
 def global_norm(parameters: Sequence[ShardedParameter], mesh: Mesh) -> Tensor:
     """L2 norm of the gradient of the whole model: a float64 scalar, equal on every rank."""
-    gradients = [parameter.grad for parameter in parameters]
-    if gradients[0].is_cpu:
+    gradients = [p.grad for p in parameters if p.replicas.rank == 0]
+    squares = torch.zeros((), dtype=torch.float64, device=parameters[0].grad.device)
+    if squares.is_cpu:
         # On a CPU torch's fp32 norm adds all squares into a few running sums and is 1e-4 off for
         # half a million elements (measured, torch 2.11 and 2.15).
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
-        squares = torch.stack(norms).square().sum()
-    else:
+        squares = torch.stack([squares, *norms]).square().sum()
+    elif gradients:
         squares = torch.nn.utils.get_total_norm(gradients).double().square()
     return all_reduce(squares, mesh.world).sqrt()
 

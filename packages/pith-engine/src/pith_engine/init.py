@@ -4,9 +4,9 @@ Each canonical tensor, and each expert of a stack, is drawn whole from a generat
 
     values = std * normal(seed = hash(seed, name, expert), shape = the whole tensor)
 
-in fp32 on the shard's device, and cut to the block that this rank holds. Ranks draw more than they
-keep; that costs seconds once. The trap: CPUs and GPUs have different generators, so their runs
-start alike only from a checkpoint.
+in fp32 on the shard's device, and cut to this rank's block: drawing more than is kept costs seconds
+once. The trap: CPUs and GPUs have different generators, so their runs start alike only from a
+checkpoint.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from pith_engine.fsdp import CanonicalBlock, ShardedParameter, canonical_blocks,
 
 @torch.no_grad()
 def initialise(parameters: Iterable[ShardedParameter], seed: int) -> None:
-    """Fill every shard: normal values with the declared std, else 1 for norms and 0 for others."""
+    """Fill every shard: normal with the declared std; without one, 1 for norms and 0 for others."""
     for parameter in parameters:
         if parameter.std is None:
             parameter.shard.fill_(1.0 if parameter.role is Role.NORM else 0.0)

@@ -1,6 +1,6 @@
-"""The learning rate of a step: warmup, then constant, cosine or WSD, as one pure function.
+"""The learning rate of a step: warmup, then constant, cosine or WSD.
 
-With step t from 1, total steps S, warmup steps W, decay steps D and final ratio r, the rate is
+With step t from 1, total steps S, warmup steps W, decay steps D and final ratio r, it is
 `peak * factor`:
 
     warmup    t <= W        t / W
@@ -8,13 +8,16 @@ With step t from 1, total steps S, warmup steps W, decay steps D and final ratio
     cosine    t >  W        r + (1 - r) * (1 + cos(pi * (t - W) / (S - W))) / 2   (arXiv 1608.03983)
     wsd       t >  S - D    1 - (1 - r) * (t - (S - D)) / D, and 1 before     (arXiv 2404.06395)
 
-WSD (warmup, stable, decay) decays linearly (arXiv 2405.18392); its stable part does not depend on
-S, so a run can be prolonged. Where warmup and decay of WSD meet, the smaller factor holds.
+WSD (warmup, stable, decay) decays linearly (arXiv 2405.18392); its stable part ignores S, so a run
+can be prolonged. Where its warmup and decay meet, the smaller factor holds. A run too short for
+is no error (a trial of a few steps of a long recipe); `reaches_peak` lets its plan say so.
 """
 
 from dataclasses import dataclass
 from math import cos, isfinite, pi
 from typing import Literal
+
+from pith_engine.violations import raise_violations
 
 DEFAULT_FINAL_RATIO = 0.1
 """Final over peak rate of cosine and WSD: a tenfold decay (Chinchilla, arXiv 2203.15556)."""
@@ -35,34 +38,39 @@ class LearningRateConfig:
     decay_steps: int | None = None
     """Last steps of the run that decay; wsd only, which needs it."""
 
-    def __post_init__(self):
+    def violations(self) -> list[str]:
+        """What is out of range or of another schedule, a line each."""
         found = []
         if self.schedule not in ("constant", "cosine", "wsd"):
-            found.append(f"schedule is {self.schedule!r}; allowed are constant, cosine, wsd")
+            found.append(f"lr.schedule is {self.schedule!r}; allowed are constant, cosine, wsd")
         if not (isfinite(self.peak) and self.peak > 0):
-            found.append(f"peak is {self.peak}; allowed are finite rates above 0, e.g. 3e-4")
+            found.append(f"lr.peak is {self.peak}; allowed are finite rates above 0, e.g. 3e-4")
         if self.warmup_steps < 0:
-            found.append(f"warmup_steps is {self.warmup_steps}; allowed are 0 and more")
+            found.append(f"lr.warmup_steps is {self.warmup_steps}; allowed are 0 and more")
         if self.final_ratio is not None and not 0 <= self.final_ratio <= 1:
-            found.append(f"final_ratio is {self.final_ratio}; allowed are 0 to 1")
+            found.append(f"lr.final_ratio is {self.final_ratio}; allowed are 0 to 1")
         if self.schedule == "constant" and self.final_ratio is not None:
             found.append(
-                f"final_ratio is {self.final_ratio} but schedule constant never decays; leave it "
-                "out or use cosine or wsd"
+                f"lr.final_ratio is {self.final_ratio} but schedule constant never decays; leave "
+                "it out or use cosine or wsd"
             )
         if self.schedule == "wsd" and (self.decay_steps is None or self.decay_steps < 1):
-            found.append(f"decay_steps is {self.decay_steps}; schedule wsd needs 1 or more")
+            found.append(f"lr.decay_steps is {self.decay_steps}; schedule wsd needs 1 or more")
         if self.schedule != "wsd" and self.decay_steps is not None:
             found.append(
-                f"decay_steps is {self.decay_steps} but only schedule wsd has a decay of its own; "
-                "leave it out or use wsd"
+                f"lr.decay_steps is {self.decay_steps} but only schedule wsd has a decay of its "
+                "own; leave it out or use wsd"
             )
-        if found:
-            raise ValueError("learning rate: " + "; ".join(found))
+        return found
 
 
 def learning_rate(config: LearningRateConfig, step: int, total_steps: int) -> float:
-    """The rate of one step, counted from 1; ValueError outside `1 .. total_steps`."""
+    """The rate of one step, counted from 1.
+
+    Raises:
+        ValueError: a step outside `1 .. total_steps`, or a field out of range.
+    """
+    raise_violations(config.violations(), "learning rate")
     if not 1 <= step <= total_steps:
         raise ValueError(f"step is {step}; allowed are 1 to total_steps {total_steps}")
     warmup = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
@@ -75,3 +83,8 @@ def learning_rate(config: LearningRateConfig, step: int, total_steps: int) -> fl
         decayed = max(0, step - (total_steps - config.decay_steps))
         decay = 1 - (1 - final) * decayed / config.decay_steps
     return config.peak * min(warmup, decay)
+
+
+def reaches_peak(config: LearningRateConfig, total_steps: int) -> bool:
+    """Whether warmup and decay leave a step for the peak rate."""
+    return max(1, config.warmup_steps) + (config.decay_steps or 0) <= total_steps

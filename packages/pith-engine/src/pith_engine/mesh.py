@@ -19,6 +19,8 @@ from itertools import product
 
 from torch import distributed
 
+from pith_engine.violations import raise_violations
+
 AXIS_NAMES = ("pp", "dp", "cp", "ep")
 
 
@@ -35,10 +37,10 @@ class MeshConfig:
     ep: int = 1
     """Ranks that share the experts of a layer and are data-parallel for everything else."""
 
-    def __post_init__(self):
-        wrong = [f"mesh.{n} = {s}" for n, s in zip(AXIS_NAMES, self.sizes, strict=True) if s < 1]
-        if wrong:
-            raise ValueError(f"{', '.join(wrong)}: an axis has at least 1 rank")
+    def violations(self) -> list[str]:
+        """A line for each axis without ranks."""
+        axes = zip(AXIS_NAMES, self.sizes, strict=True)
+        return [f"mesh.{n} = {s}: an axis has at least 1 rank" for n, s in axes if s < 1]
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -112,6 +114,8 @@ class Mesh:
     """dp x cp x ep: shards of dense parameters, counts of tokens."""
     expert_data: Axis
     """dp x cp: shards of experts, which ep has split already."""
+    dense_shards: Axis
+    """cp x ep: shards of dense parameters that are replicated over dp."""
     world: Axis
     """All ranks of the mesh."""
 
@@ -123,6 +127,7 @@ class Mesh:
     @classmethod
     def plan(cls, config: MeshConfig, rank: int) -> "Mesh":
         """A mesh without groups, for models on the meta device and for planning."""
+        raise_violations(config.violations(), "mesh")
         if not 0 <= rank < config.world_size:
             raise ValueError(f"rank {rank} of mesh {config.label}: 0 to {config.world_size - 1}")
         return cls(config=config, rank=rank, **_axes(config, rank, {}))
@@ -135,8 +140,9 @@ class Mesh:
         after `timeout`.
 
         Raises:
-            ValueError: the default group has fewer ranks than the mesh.
+            ValueError: an axis has no ranks, or the default group fewer than the mesh.
         """
+        raise_violations(config.violations(), "mesh")
         available = distributed.get_world_size()
         if available < config.world_size:
             raise ValueError(
@@ -195,7 +201,7 @@ def mesh_violations(
     """One line for each thing that keeps this mesh from training this model, with valid values.
 
     `num_experts` (0: dense) are those of a layer, `num_micro_batches` those of a step over all
-    ranks; `world_size` processes run.
+    ranks; `world_size` processes run. All axes have ranks.
     """
     model = (num_experts, num_layers, num_micro_batches, sequence_length)
     wrong = _model_violations(config, *model)
@@ -276,12 +282,13 @@ def _model_violations(
 
 _MEMBERS: dict[str, tuple[tuple[str, ...], str]] = {
     "pp": (("pp",), "hidden states and their gradients between chunks"),
-    "dp": (("dp",), "replicas of the data"),
-    "cp": (("cp",), "keys and values of a shared sequence"),
+    "dp": (("dp",), "gradients of replicated parameters, once a step"),
+    "cp": (("cp",), "keys and values of a shared sequence; shards of replicated experts"),
     "ep": (("ep",), "tokens to their experts and back"),
     "ep_backward": (("ep",), "gradients of the same"),
-    "data": (("dp", "cp", "ep"), "dense parameters and gradients, once a step"),
-    "expert_data": (("dp", "cp"), "expert parameters and gradients, once a step"),
+    "data": (("dp", "cp", "ep"), "counts; dense parameters and gradients unless replicated"),
+    "expert_data": (("dp", "cp"), "expert parameters and gradients unless replicated"),
+    "dense_shards": (("cp", "ep"), "replicated dense parameters and gradients, once a step"),
     "world": (("pp", "dp", "cp", "ep"), "norms, counts, messages"),
 }
 

@@ -6,63 +6,112 @@
 Weight decay acts on matrices only (`Role.is_decayed`). All state is local and elementwise, so a
 mesh changes nothing. torch's fused kernel is called as a function: the state lives here, allocated
 from the start and named like the parameters, so a checkpoint can read it before the first step.
+Muon, which leaves to AdamW what is no matrix, stands in `muon.py`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from pith_engine.fsdp import ShardedParameter
+from pith_engine.mesh import Mesh
+from pith_engine.runtime import gather_objects
+from pith_engine.violations import raise_violations
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWConfig:
-    """Constants of AdamW; the learning rate is given at each step."""
+class OptimizerConfig:
+    """Which optimizer, and its constants; the learning rate is given at each step."""
 
+    method: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for matrices, AdamW for embedding, head, router, norms and biases."""
+    momentum: float | None = None
+    """Muon's momentum, from 0 to below 1 (default 0.95); muon only."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moment."""
+    """AdamW's decay of the first and second moment."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices, multiplied by the learning rate."""
 
-    def __post_init__(self):
+    def violations(self) -> list[str]:
+        """What is out of range, a line each."""
         wrong = []
+        if self.method not in ("adamw", "muon"):
+            wrong.append(f"optim.method = {self.method!r}: adamw or muon")
+        if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
+            wrong.append(f"optim.momentum = {self.momentum}: from 0 to below 1")
+        if self.momentum is not None and self.method != "muon":
+            wrong.append(
+                f"optim.momentum = {self.momentum} but AdamW has betas; leave it out or use "
+                "optim.method muon"
+            )
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             wrong.append(f"optim.betas = {self.betas}: each from 0 to below 1")
         if not 0.0 < self.eps < inf:
             wrong.append(f"optim.eps = {self.eps}: above 0 and finite")
         if not 0.0 <= self.weight_decay < inf:
             wrong.append(f"optim.weight_decay = {self.weight_decay}: 0 or more and finite")
-        if wrong:
-            raise ValueError("\n".join(wrong))
+        return wrong
+
+
+def check_optimizer(parameters: Sequence[ShardedParameter], config: OptimizerConfig) -> None:
+    """Refuse constants out of range, and two parameters of one name, with a ValueError."""
+    wrong = config.violations()
+    if len({parameter.name for parameter in parameters}) < len(parameters):
+        wrong.append("two parameters have one name")
+    raise_violations(wrong, "optimizer")
+
+
+def describe_groups(groups: dict[str, list[ShardedParameter]], mesh: Mesh) -> str:
+    """How many tensors and elements each method updates, by role, over the whole model.
+
+    All ranks of the mesh call it; a stack of experts is one tensor, gate and up are two.
+    """
+    mine = [
+        ((method, p.role.value), max(1, len(p.parts)), prod(p.global_shape))
+        for method, members in groups.items()
+        for p in members
+    ]
+    counts: dict[tuple[str, str], tuple[int, int]] = {}
+    for stage in gather_objects(mine, mesh.pp):
+        for key, tensors, elements in stage:
+            before = counts.get(key, (0, 0))
+            counts[key] = before[0] + tensors, before[1] + elements
+    lines = [f"{'optimizer':<10} {'role':<14} {'tensors':>8} {'elements':>16}"]
+    for (method, role), (tensors, elements) in sorted(counts.items()):
+        lines.append(f"{method:<10} {role:<14} {tensors:>8} {elements:>16,}")
+    return "\n".join(lines)
 
 
 class AdamW:
     """The optimizer of one rank; `num_steps` counts updates, set it when resuming."""
 
-    def __init__(self, parameters: Sequence[ShardedParameter], config: AdamWConfig):
-        """Allocate both moments of every shard; a ValueError if two parameters have one name."""
-        names = [parameter.name for parameter in parameters]
-        if len(set(names)) < len(names):
-            raise ValueError("optimizer: two parameters have one name")
+    def __init__(self, parameters: Sequence[ShardedParameter], config: OptimizerConfig):
+        """Allocate both moments of trained shards; ValueErrors of `check_optimizer`."""
+        check_optimizer(parameters, config)
         self.num_steps = 0
         self._config = config
-        self._parameters = list(parameters)
+        self._parameters = [parameter for parameter in parameters if parameter.role.is_trained]
         self._moments = {
             parameter.name: {
                 "exp_avg": torch.zeros_like(parameter.shard),
                 "exp_avg_sq": torch.zeros_like(parameter.shard),
             }
-            for parameter in parameters
+            for parameter in self._parameters
         }
 
+    def groups(self) -> dict[str, list[ShardedParameter]]:
+        """All parameters, under `adamw`."""
+        return {"adamw": self._parameters}
+
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Stored name -> `exp_avg` and `exp_avg_sq`, the live tensors, shaped like the shard."""
+        """Stored name of what is trained -> `exp_avg` and `exp_avg_sq`, live, as the shard."""
         return self._moments
 
     @torch.no_grad()

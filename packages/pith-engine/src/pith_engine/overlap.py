@@ -7,7 +7,8 @@ l - 1 (l > 0) followed by the attention of layer l (l < L). It runs as
     backward  SEGMENT L, COMBINE L-1, EXPERTS L-1, DISPATCH L-1, WEIGHT L-1, ..., SEGMENT 0
 
 where the backward's COMBINE and DISPATCH move gradients along the reverse of the forward's, EXPERTS
-takes the input gradient only and WEIGHT runs the weight gradients that EXPERTS deferred.
+takes the input gradient only and WEIGHT runs the weight gradients that EXPERTS deferred. With
+recomputation, RECOMPUTE SEGMENT j+1 stands before 2, and RECOMPUTE EXPERTS j before 4, under 3.
 
 Both sides share one compute stream; the all-to-alls of each side have a stream of their own.
 Iteration i of `interleave` enqueues, with l = i and j = num_backward_layers - 1 - i:
@@ -29,8 +30,10 @@ expert-parallel group runs the same list, so collectives meet in one order.
 The one trap is memory. A value dropped by the host goes back to the allocator's pool of the stream
 it was made on, which may hand it out again before another stream has read it. So a value is freed
 only where every later operation on its own stream is ordered after all its uses; across two lists
-this holds because the first operation of a list on a communication stream waits for compute.
-`check_operations` proves that, the ordering and the completeness of a list without a device.
+this holds because the first operation of a list on a communication stream waits for compute. Rows
+of F DISPATCH that a pass keeps are dropped by RECOMPUTE EXPERTS, ordered before 6 by 4; were they
+dropped in 5, 6 could overwrite them. `check_operations` proves that, the ordering and the
+completeness of a list without a device.
 """
 
 from collections import Counter
@@ -38,6 +41,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from typing import Literal
+
+Recompute = Literal["none", "experts", "attention+experts"]
+"""Which stages keep their inputs only, and run again before their backward."""
 
 
 class OperationKind(Enum):
@@ -52,6 +59,8 @@ class OperationKind(Enum):
     BACKWARD_EXPERTS = "backward experts"
     BACKWARD_DISPATCH = "backward dispatch"
     BACKWARD_WEIGHT = "backward weight"
+    RECOMPUTE_SEGMENT = "recompute segment"
+    RECOMPUTE_EXPERTS = "recompute experts"
 
     @property
     def is_forward(self) -> bool:
@@ -98,14 +107,20 @@ READS = {
     OperationKind.BACKWARD_SEGMENT: (
         (OperationKind.BACKWARD_DISPATCH, 0),
         (OperationKind.BACKWARD_SEGMENT, 1),
+        (OperationKind.RECOMPUTE_SEGMENT, 0),
     ),
     OperationKind.BACKWARD_COMBINE: ((OperationKind.BACKWARD_SEGMENT, 1),),
-    OperationKind.BACKWARD_EXPERTS: ((OperationKind.BACKWARD_COMBINE, 0),),
+    OperationKind.BACKWARD_EXPERTS: (
+        (OperationKind.BACKWARD_COMBINE, 0),
+        (OperationKind.RECOMPUTE_EXPERTS, 0),
+    ),
     OperationKind.BACKWARD_DISPATCH: ((OperationKind.BACKWARD_EXPERTS, 0),),
     OperationKind.BACKWARD_WEIGHT: ((OperationKind.BACKWARD_EXPERTS, 0),),
+    OperationKind.RECOMPUTE_SEGMENT: (),
+    OperationKind.RECOMPUTE_EXPERTS: (),
 }
 """Outputs an operation reads, as kind and offset to its own index, first the one that is handed to
-it; a side's first operation reads none."""
+it; a side's first operation reads none, a recomputation what its pass has kept."""
 
 COMMUNICATION_STREAMS = {
     OperationKind.FORWARD_DISPATCH: Stream.FORWARD_COMM,
@@ -118,15 +133,20 @@ COMMUNICATION_STREAMS = {
 
 @cache
 def interleave(
-    num_forward_layers: int | None, num_backward_layers: int | None, *, defer_weights: bool = False
+    num_forward_layers: int | None,
+    num_backward_layers: int | None,
+    *,
+    defer_weights: bool = False,
+    recompute: Recompute = "none",
 ) -> tuple[Operation, ...]:
     """List the operations of one forward, one backward, or both overlapped, in host order.
 
-    None stands for no such side; with `defer_weights` the caller runs the weight gradients later.
+    None stands for no such side; with `defer_weights` the caller runs the weight gradients later;
+    `recompute` is what the backward's pass was made with.
     The results, outputs of the forward's last segment and of the backward's segment 0, are never
     freed; every other output is freed exactly once.
     """
-    order = list(_host_order(num_forward_layers, num_backward_layers, defer_weights))
+    order = list(_host_order(num_forward_layers, num_backward_layers, defer_weights, recompute))
     users = _users(order)
     waits: list[list[int]] = [[] for _ in order]
     frees: list[list[Value]] = [[] for _ in order]
@@ -157,6 +177,7 @@ def check_operations(
     num_backward_layers: int | None,
     *,
     defer_weights: bool = False,
+    recompute: Recompute = "none",
 ) -> None:
     """Prove a list complete, ordered and free of use after free; arguments as in `interleave`.
 
@@ -166,7 +187,7 @@ def check_operations(
             it is made, or while another stream may still read it.
     """
     values = [(operation.kind, operation.index) for operation in operations]
-    expected = list(_host_order(num_forward_layers, num_backward_layers, defer_weights))
+    expected = list(_host_order(num_forward_layers, num_backward_layers, defer_weights, recompute))
     if Counter(values) != Counter(expected):
         names = [_name(v) for v in {*values, *expected} if values.count(v) != expected.count(v)]
         raise ValueError(f"missing, repeated or foreign operations: {sorted(names)}")
@@ -183,7 +204,7 @@ def check_operations(
 
 
 def _host_order(
-    num_forward: int | None, num_backward: int | None, defer_weights: bool
+    num_forward: int | None, num_backward: int | None, defer_weights: bool, recompute: Recompute
 ) -> Iterator[Value]:
     """The numbered iteration of the file's docstring; a side that has ended emits nothing."""
     last_forward = -1 if num_forward is None else num_forward
@@ -192,10 +213,14 @@ def _host_order(
         j = last_backward - 1 - i
         if 0 < i <= last_forward:
             yield OperationKind.FORWARD_COMBINE, i - 1
+        if 0 < i <= last_backward and recompute == "attention+experts":
+            yield OperationKind.RECOMPUTE_SEGMENT, j + 1
         if i <= last_backward:
             yield OperationKind.BACKWARD_SEGMENT, j + 1
         if i < last_backward:
             yield OperationKind.BACKWARD_COMBINE, j
+            if recompute != "none":
+                yield OperationKind.RECOMPUTE_EXPERTS, j
         if i <= last_forward:
             yield OperationKind.FORWARD_SEGMENT, i
         if i < last_backward:
@@ -261,8 +286,14 @@ def _check_frees(
     if sum(len(operation.frees) for operation in operations) != len(wanted) or set(freed) != wanted:
         names = sorted(_name(value) for value in wanted ^ set(freed))
         raise ValueError(f"read values must be freed exactly once, no others: {names or 'twice'}")
-    for value, place in freed.items():
-        uses = users[value]
+    drops = [(value, place, users[value]) for value, place in freed.items()]
+    # What an earlier list received and the pass has kept.
+    drops += [
+        ((OperationKind.FORWARD_DISPATCH, operation.index), place, [place])
+        for place, operation in enumerate(operations)
+        if operation.kind is OperationKind.RECOMPUTE_EXPERTS
+    ]
+    for value, place, uses in drops:
         if place < max(uses):
             raise ValueError(f"{_name(value)} is freed at position {place}, before its last use")
         stream = _stream(value)

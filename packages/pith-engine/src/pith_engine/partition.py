@@ -18,6 +18,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from pith_engine.schedule import chunk_rank
+from pith_engine.violations import raise_violations
 
 PRECISION = 1e-9
 """Relative difference of two costs that counts as none, far above the rounding of their sums."""
@@ -92,11 +93,8 @@ def chunk_costs(
         ValueError: the chunks do not hold every layer exactly once, an empty chunk, or an odd
             number of chunks.
     """
-    if not layers or len(layers) % 2 or min(layers) < 1 or sum(layers) != len(layer_costs):
-        raise ValueError(
-            f"layers_per_chunk is {layers}; allowed is an even count of numbers from 1 that add up "
-            f"to the {len(layer_costs)} layers"
-        )
+    pp = max(1, (len(layers) + 1) // 2)
+    raise_violations(partition_violations(layers, pp, len(layer_costs)), "partition")
     chunks = []
     for chunk, (num_layers, last) in enumerate(zip(layers, accumulate(layers), strict=True)):
         cost = sum(layer_costs[last - num_layers : last])
@@ -112,6 +110,16 @@ def chunk_costs(
             )
         )
     return tuple(chunks)
+
+
+def partition_violations(layers: tuple[int, ...], pp: int, num_layers: int) -> list[str]:
+    """A line when `layers` are not those of `2 * pp` chunks that hold every layer once."""
+    if len(layers) == 2 * pp and min(layers) >= 1 and sum(layers) == num_layers:
+        return []
+    return [
+        f"layers_per_chunk is {layers}: allowed are {2 * pp} numbers (2 * pp) from 1 that add up "
+        f"to {num_layers} layers; leave it out to balance by cost"
+    ]
 
 
 def describe_partition(chunks: tuple[ChunkCost, ...]) -> str:

@@ -15,7 +15,7 @@ The trap: a batched exchange is a rendezvous. Its members are decided by the tab
 `check_schedule` has proved that they meet; do not send or receive anything outside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +23,11 @@ from pith_ops.device import accumulation_dtype
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor
 
-from pith_engine.balance import BalanceConfig, max_load
+from pith_engine.balance import BalanceConfig, layer_loads
 from pith_engine.contract import Batch, ModelChunk
 from pith_engine.mesh import Mesh
-from pith_engine.overlap import interleave
-from pith_engine.runtime import Exchange, all_reduce, exchange
+from pith_engine.overlap import Recompute, interleave
+from pith_engine.runtime import Exchange, all_reduce, exchange, gather_objects
 from pith_engine.schedule import (
     Action,
     ActionKind,
@@ -39,6 +39,7 @@ from pith_engine.schedule import (
     forward_only,
 )
 from pith_engine.stages import ChunkPass, Streams, run_operations
+from pith_engine.violations import raise_violations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +48,26 @@ class StepLosses:
 
     loss: float
     """Sum of token losses divided by the number of targets; 0 when there is no target."""
-    balance: float
-    """Balance loss before its coefficient, mean over layers: 1 is even; 0 without balancing."""
-    max_load: float
-    """Largest expert load over the mean load of its layer; 0 without MoE layers."""
     num_targets: int
     """Targets that were counted."""
+    balance: float = 0.0
+    """Balance loss before its coefficient, mean over layers: 1 is even; 0 without one."""
+    z_loss: float = 0.0
+    """Router z-loss before its coefficient, mean over layers; 0 when it is off."""
+    max_load: float = 0.0
+    """Largest expert load over the mean load of its layer; 0 without MoE layers."""
+    dead_experts: int = 0
+    """Experts that no counted token chose, over all layers."""
+    load_entropy: float = 0.0
+    """Entropy of a layer's load over its largest value, mean over layers: 1 is even."""
 
 
 class Pipeline:
     """Runs whole steps of a model over the pp axis, with this rank's two chunks, lower one first.
 
-    `dtype` is that of `hidden`, the compute dtype; `device` is where it lives.
+    `dtype` is that of `hidden`, the compute dtype; `device` is where it lives; stages that
+    `recompute` names keep their inputs only. A ValueError for another number of chunks, or a
+    `balance` that is out of range.
     """
 
     def __init__(
@@ -70,13 +79,19 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
         balance: BalanceConfig,
+        recompute: Recompute = "none",
     ):
         if len(chunks) != 2:
             raise ValueError(f"a rank holds 2 chunks (V-shaped placement), got {len(chunks)}")
+        raise_violations(balance.violations(), "expert balance")
         self.mesh, self.balance = mesh, balance
+        self.recompute: Recompute = recompute
         self.chunks = {mesh.pp.rank: chunks[0], 2 * mesh.pp.size - 1 - mesh.pp.rank: chunks[1]}
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self.streams = Streams(device)
+        self.expert_counts: dict[int, Tensor] = {}
+        """Number of each MoE layer here -> `[N]` int64 choices in the latest step's global batch;
+        empty before the first. State of `global-batch` balancing: save it, restore it."""
 
     def train_step(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
         """Forward and backward of this rank's micro-batches; gradients are added to `.grad`.
@@ -89,11 +104,28 @@ class Pipeline:
         """
         table = dualpipev(self.mesh.pp.size, len(batches))
         if num_targets == 0:
-            return StepLosses(loss=0.0, balance=0.0, max_load=0.0, num_targets=0)
+            return StepLosses(loss=0.0, num_targets=0)
         scale = torch.tensor(
             1.0 / num_targets, dtype=accumulation_dtype(self.dtype), device=self.device
         )
-        return _Step(self, batches, scale).run(table[self.mesh.pp.rank], num_targets)
+        step = _Step(self, batches, scale)
+        losses = step.run(table[self.mesh.pp.rank], num_targets)
+        self.expert_counts = step.counts_by_layer
+        return losses
+
+    def saved_counts(self) -> dict[int, list[int]]:
+        """`expert_counts` of the whole model as JSON values; all ranks of `pp` call it."""
+        own = {layer: counts.tolist() for layer, counts in self.expert_counts.items()}
+        return {layer: c for part in gather_objects(own, self.mesh.pp) for layer, c in part.items()}
+
+    def restore_counts(self, saved: Mapping[str, list[int]]) -> None:
+        """Set `expert_counts` from `saved_counts`, whose keys JSON made strings, of any mesh."""
+        numbers = [number for chunk in self.chunks.values() for number in chunk.layers]
+        self.expert_counts = {
+            int(number): torch.tensor(saved[number], dtype=torch.int64, device=self.device)
+            for number in numbers
+            if number in saved
+        }
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
@@ -111,8 +143,9 @@ class _Step:
         self.deferred: dict[tuple[int, int], WeightGradQueue] = {}
         self.parcels: dict[Output, Tensor] = {}
         self.started: list[Exchange] = []
-        self.sums = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
+        self.sums = torch.zeros(3, dtype=torch.float64, device=pipeline.device)
         self.expert_counts: dict[int, Tensor] = {}
+        self.counts_by_layer: dict[int, Tensor] = {}
 
     def run(self, slots: Sequence[Slot], num_targets: int) -> StepLosses:
         """Execute one rank's row of a table and sum its losses over the mesh."""
@@ -127,19 +160,38 @@ class _Step:
         return self._losses(num_targets)
 
     def _losses(self, num_targets: int) -> StepLosses:
-        mesh = self.pipeline.mesh
-        counts = [self.expert_counts[chunk] for chunk in sorted(self.expert_counts)]
-        num_moe_layers = sum(len(count) for count in counts) / mesh.data.size
-        sums = torch.cat([self.sums, self.sums.new_tensor([num_moe_layers])])
-        all_reduce(sums, mesh.world)
-        loss, balance, layers = sums.tolist()
+        mesh, chunks = self.pipeline.mesh, sorted(self.expert_counts)
+        counts = [self.expert_counts[chunk] for chunk in chunks]
         width = max((count.shape[1] for count in counts), default=1)
         empty = torch.zeros(0, width, dtype=torch.int64, device=self.pipeline.device)
+        totals = all_reduce(torch.cat([*counts, empty]), mesh.data)
+        layers = [
+            int(number)
+            for chunk in chunks
+            for number, layer in zip(
+                self.pipeline.chunks[chunk].layers,
+                self.pipeline.chunks[chunk].decoder_layers(),
+                strict=True,
+            )
+            if layer.num_local_experts
+        ]
+        self.counts_by_layer = dict(zip(layers, totals, strict=True))
+        # Equal on all ranks of `data`: one of them adds its layers to the sums.
+        loads = layer_loads(totals)
+        own = torch.cat([loads[:, 1:], torch.ones_like(loads[:, :1])], dim=1).sum(0)
+        own *= mesh.data.rank == 0
+        sums = all_reduce(torch.cat([self.sums, own]), mesh.world)
+        worst = torch.cat([loads[:, 0], loads.new_zeros(1)]).max()
+        all_reduce(worst, mesh.pp, op="max")
+        loss, balance, z_loss, dead_experts, entropy, num_layers = sums.tolist()
         return StepLosses(
             loss=loss / max(num_targets, 1),
-            balance=balance / max(num_targets * layers, 1),
-            max_load=max_load(torch.cat([*counts, empty]), mesh),
             num_targets=num_targets,
+            balance=balance / max(num_targets * num_layers, 1),
+            z_loss=z_loss / max(num_targets * num_layers, 1),
+            max_load=worst.item(),
+            dead_experts=round(dead_experts),
+            load_entropy=entropy / max(num_layers, 1),
         )
 
     def _exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
@@ -190,6 +242,8 @@ class _Step:
             hidden=self.parcels.pop((TransferKind.HIDDEN, *place)) if chunk > 0 else None,
             balance=self.pipeline.balance,
             loss_scale=self.loss_scale,
+            recompute=self.pipeline.recompute,
+            previous_counts=self.pipeline.expert_counts,
         )
         if self.loss_scale is not None:
             self.passes[place] = opened
@@ -204,6 +258,7 @@ class _Step:
             None if forward is None else len(forward.layers),
             None if backward is None else len(backward.layers),
             defer_weights=defer_weights,
+            recompute=self.pipeline.recompute,
         )
         run_operations(operations, forward, backward, self.pipeline.streams)
         if forward is not None:
@@ -217,7 +272,7 @@ class _Step:
         if forward.output is not None:
             self.parcels[TransferKind.HIDDEN, chunk + 1, micro_batch] = forward.output
             forward.output = None
-        self.sums += torch.stack([forward.loss_sum, forward.balance_sum])
+        self.sums += torch.cat([forward.loss_sum[None], forward.auxiliary_sums])
         if forward.expert_counts:
             counts = torch.stack(forward.expert_counts)
             so_far = self.expert_counts.get(chunk)

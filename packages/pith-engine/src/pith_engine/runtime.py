@@ -37,9 +37,11 @@ class LaunchInfo:
     world_size: int = 1
     """Number of processes."""
     local_rank: int = 0
-    """Rank on this machine: the index of its GPU."""
+    """Rank on this machine: the index of its GPU where it sees those of all."""
     ranks_per_node: int = 1
     """Processes on this machine."""
+    has_own_gpu: bool = False
+    """Whether the launcher was told to show each process one GPU, which is then number 0 of it."""
     init_method: str | None = None
     """Where torch meets the peers: a URL; None when the process is alone."""
 
@@ -71,9 +73,19 @@ def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
             world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
             local_rank=int(environ["SLURM_LOCALID"]),
             ranks_per_node=int(environ["SLURM_STEP_TASKS_PER_NODE"].split("(")[0].split(",")[0]),
+            has_own_gpu="1"
+            in (environ.get("SLURM_GPUS_PER_TASK"), environ.get("SLURM_NTASKS_PER_GPU"))
+            or environ.get("SLURM_GPU_BIND", "").endswith(("single:1", "per_task:1")),
             init_method=f"tcp://{_first_host(environ['SLURM_STEP_NODELIST'])}:{port}",
         )
     return LaunchInfo()
+
+
+def local_gpus(launch: LaunchInfo) -> int:
+    """GPUs for the processes of this machine: those seen here, or one each where a process sees
+    its own alone."""
+    seen = torch.cuda.device_count()
+    return launch.ranks_per_node if launch.has_own_gpu and seen == 1 else seen
 
 
 def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
@@ -85,13 +97,13 @@ def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
     launch = read_launch(os.environ)
     device = torch.device("cpu")
     if device_type == "cuda":
-        num_devices = torch.cuda.device_count()
+        num_devices = local_gpus(launch)
         if launch.local_rank >= num_devices:
             raise ValueError(
                 f"process {launch.local_rank} on this machine has no GPU: {num_devices} found; "
                 f"start at most {num_devices} processes a machine"
             )
-        device = torch.device("cuda", launch.local_rank)
+        device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     elif device_type != "cpu":
         raise ValueError(f"device = {device_type!r}: expected 'cpu' or 'cuda'")
@@ -119,8 +131,8 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
     both ask for it. Inside a step that deadlocks: one rank waits on the host to connect what the
     other will send only after it has received something else.
     """
-    axes = (mesh.pp, mesh.cp, mesh.ep, mesh.ep_backward, mesh.data, mesh.expert_data, mesh.world)
-    for axis in axes:
+    sharding = (mesh.dp, mesh.cp, mesh.data, mesh.expert_data, mesh.dense_shards)
+    for axis in (mesh.pp, mesh.ep, mesh.ep_backward, *sharding, mesh.world):
         all_reduce(torch.ones(1, device=device), axis)
     for axis in (mesh.ep, mesh.ep_backward):
         ones = torch.ones(axis.size, device=device)

@@ -5,24 +5,25 @@ rank 0 embeds and takes the loss, and the last rank passes from one chunk to the
 transfer. `dualpipev` is DeepSeek's DualPipeV (https://github.com/deepseek-ai/DualPipe, from
 DualPipe in arXiv 2412.19437); `forward_only` serves evaluation.
 
-How a row is executed: before the action of slot k, one batched exchange is issued that holds the
-sends of slot k-1 and the receives of slot k; the action waits for its receives. One more exchange
-after the last slot carries its sends. A received tensor may be used in a later slot.
+Before the action of slot k a rank issues one batched exchange: the sends of slot k-1 and the
+receives of slot k, for which the action waits. One more after the last slot carries its sends. A
+received tensor may be used in a later slot.
 
-The trap is that a batched exchange is a meeting. NCCL runs the batches of a rank one after the
-other, each until all its transfers are done, so a send whose receive is posted late holds up
-everything behind it, and crossing meetings deadlock: posting each receive just before it is needed
-does. `_with_transfers` therefore places a receive before the first action that, at unit costs,
-starts no earlier than the sender is done. No rank then waits for a meeting longer than for the data
-itself (`simulate.py` measures it; `schedule_check.py` proves that there is no deadlock).
+The trap: a batched exchange is a meeting. NCCL runs the batches of a rank one after the other, each
+until all its transfers are done, so a send whose receive is posted late holds up everything behind
+it, and crossing meetings deadlock: posting each receive just before it is needed does.
+`_with_transfers` therefore places a receive before the first action that, at unit costs, starts no
+earlier than the sender is done. No rank then waits longer than for the data itself (`simulate.py`
+measures it; `schedule_check.py` proves that there is no deadlock).
 """
 
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 from itertools import count
+from operator import itemgetter
 
 
 class ActionKind(Enum):
@@ -37,59 +38,56 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """One piece of compute; chunks are numbered through the whole model, 0 .. 2 * pp - 1."""
+    """One piece of compute; chunks are numbered through the model, 0 .. 2 * pp - 1."""
 
     kind: ActionKind
-    """What to run; BACKWARD includes its weight gradients, BACKWARD_INPUT leaves them to WEIGHT."""
+    """BACKWARD includes the weight gradients, BACKWARD_INPUT leaves them to WEIGHT."""
     chunk: int
-    """The chunk; for OVERLAP the one that runs forward."""
+    """The chunk; of an OVERLAP, the one that runs forward."""
     micro_batch: int
-    """The micro-batch; for OVERLAP the one that runs forward."""
+    """Its micro-batch."""
     backward_chunk: int | None = None
-    """The chunk that runs its full backward; OVERLAP only."""
+    """The chunk that runs its BACKWARD; OVERLAP only."""
     backward_micro_batch: int | None = None
-    """The micro-batch that runs its full backward; OVERLAP only."""
+    """Its micro-batch; OVERLAP only."""
 
     @cached_property
     def parts(self) -> tuple["Action", ...]:
         """The forward and the backward of an OVERLAP; any other action alone."""
         if self.kind is not ActionKind.OVERLAP:
             return (self,)
-        if self.backward_chunk is None or self.backward_micro_batch is None:
+        chunk, micro_batch = self.backward_chunk, self.backward_micro_batch
+        if chunk is None or micro_batch is None:
             raise ValueError(f"{self} has no backward chunk and micro-batch; OVERLAP needs both")
         return (
             Action(kind=ActionKind.FORWARD, chunk=self.chunk, micro_batch=self.micro_batch),
-            Action(
-                kind=ActionKind.BACKWARD,
-                chunk=self.backward_chunk,
-                micro_batch=self.backward_micro_batch,
-            ),
+            Action(kind=ActionKind.BACKWARD, chunk=chunk, micro_batch=micro_batch),
         )
 
 
 class TransferKind(Enum):
-    """What travels: the hidden states of a forward or their gradient."""
+    """What travels: hidden states or their gradient."""
 
     HIDDEN = "hidden"
     GRADIENT = "gradient"
 
 
 Output = tuple[TransferKind, int, int]
-"""What an action makes for another: kind, the consuming chunk, micro-batch."""
+"""What an action makes for another: kind, consuming chunk, micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One tensor on its way between two ranks, seen from one of them."""
+    """A tensor on its way between two ranks, seen from one of them."""
 
     kind: TransferKind
     """What travels."""
     chunk: int
     """The chunk that consumes it."""
     micro_batch: int
-    """The micro-batch it belongs to."""
+    """Its micro-batch."""
     peer: int
-    """The other rank of the pp axis: the destination of a send, the source of a receive."""
+    """The pp rank at the other end: destination of a send, source of a receive."""
 
     @property
     def output(self) -> Output:
@@ -104,14 +102,13 @@ class Slot:
     action: Action
     """What to compute."""
     receives: tuple[Transfer, ...] = ()
-    """Receives issued before the action, which waits for them; in order for each peer."""
+    """Issued before the action, which waits for them; in order for each peer."""
     sends: tuple[Transfer, ...] = ()
-    """Sends issued together with the receives of the next slot; in order for each peer."""
+    """Issued with the receives of the next slot; in order for each peer."""
 
 
 ScheduleTable = tuple[tuple[Slot, ...], ...]
 """One row of slots per rank of the pp axis."""
-
 
 UNIT_COSTS = {
     ActionKind.FORWARD: 1,
@@ -120,16 +117,16 @@ UNIT_COSTS = {
     ActionKind.WEIGHT: 1,
     ActionKind.OVERLAP: 3,
 }
-"""Relative durations: input and weight gradients cost one forward's matrix products each."""
+"""Input and weight gradients cost one forward's matrix products each."""
 
 
 def chunk_rank(chunk: int, pp: int) -> int:
-    """The rank of the pp axis that holds a chunk in the V placement."""
+    """The pp rank that holds a chunk in the V placement."""
     return min(chunk, 2 * pp - 1 - chunk)
 
 
 def needed_output(part: Action, pp: int) -> Output | None:
-    """What a plain action (never OVERLAP) takes from a neighbouring chunk; None at the ends."""
+    """What a part of an action takes from a neighbouring chunk; None at the ends."""
     if part.kind is ActionKind.FORWARD:
         return (TransferKind.HIDDEN, part.chunk, part.micro_batch) if part.chunk > 0 else None
     if part.kind is ActionKind.WEIGHT or part.chunk == 2 * pp - 1:
@@ -138,7 +135,7 @@ def needed_output(part: Action, pp: int) -> Output | None:
 
 
 def made_output(part: Action, pp: int) -> Output | None:
-    """What a plain action (never OVERLAP) makes for a neighbouring chunk; None at the ends."""
+    """What a part of an action makes for a neighbouring chunk; None at the ends."""
     if part.kind is ActionKind.FORWARD:
         is_last = part.chunk == 2 * pp - 1
         return None if is_last else (TransferKind.HIDDEN, part.chunk + 1, part.micro_batch)
@@ -148,7 +145,7 @@ def made_output(part: Action, pp: int) -> Output | None:
 
 
 def output_source(output: Output, pp: int) -> int:
-    """The rank of the pp axis that makes an output."""
+    """The pp rank that makes an output."""
     kind, chunk, _ = output
     return chunk_rank(chunk - 1 if kind is TransferKind.HIDDEN else chunk + 1, pp)
 
@@ -168,8 +165,8 @@ def dualpipev(pp: int, num_micro_batches: int) -> ScheduleTable:
 def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
     """Forwards alone, for evaluation; no activation is kept.
 
-    Chunk c runs micro-batch m at time `c + 2 m`: the two chunks of a rank have different parity, so
-    it is never asked for both at once, nor idle between its warm-up and its drain.
+    Chunk c runs micro-batch m at time `c + 2 m`: the two chunks of a rank differ in parity, so it
+    is never asked for both at once, nor idle between warm-up and drain.
     """
     if pp < 1 or num_micro_batches < 1:
         raise ValueError(f"pp is {pp}, num_micro_batches {num_micro_batches}; both must be >= 1")
@@ -182,7 +179,7 @@ def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
 
 
 def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Action]:
-    """The compute order of one rank; F0, B1 ... name the rank's first and second chunk."""
+    """The compute order of one rank; F0, B1 ...: its first and second chunk."""
     first, second = rank, 2 * pp - 1 - rank
     forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
     overlap, backward_input = ActionKind.OVERLAP, ActionKind.BACKWARD_INPUT
@@ -192,10 +189,10 @@ def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Actio
     steps: list[tuple[ActionKind, int]] = [(forward, first)] * (2 * to_turn)
     # 2. Fill both directions: F0 F1.
     steps += [(forward, first), (forward, second)] * (rank + 1)
-    # 3. The first gradients: B1 split, so that the previous rank gets its gradient early.
+    # 3. The first gradients, split so that the previous rank gets its early: B1 W F1.
     steps += [(backward_input, second), weight, (forward, second)] * to_turn
-    # 4. Steady state: F0 & B1, F1 & B0. The last rank starts the first backward of all; it runs
-    #    its F0 alone, since every other rank waits for that B1.
+    # 4. Steady state: F0 & B1, F1 & B0. The last rank starts with the first B1 of all, which every
+    #    other rank waits for, and runs its F0 alone.
     steady = [(overlap, first), (overlap, second)] * (num_micro_batches - 2 * pp + rank + 1)
     if to_turn == 0:
         steady[:1] = [(forward, first), (backward, second)]
@@ -213,12 +210,11 @@ def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Actio
 
 
 def _numbered(steps: list[tuple[ActionKind, int]], both: int) -> list[Action]:
-    """Give every chunk's forwards and backwards their micro-batches, from 0.
+    """Number the micro-batches of each chunk's forwards and backwards from 0.
 
-    The second chunk of an OVERLAP is the rank's other one: `both`, their sum, less the first.
+    `both` is the sum of the rank's chunks: the second chunk of an OVERLAP is `both` less the first.
     """
-    forwards = {chunk: count() for _, chunk in steps}
-    backwards = {chunk: count() for _, chunk in steps}
+    forwards, backwards = defaultdict(count), defaultdict(count)
     deferred: deque[tuple[int, int]] = deque()
     actions = []
     for kind, chunk in steps:
@@ -240,55 +236,49 @@ def _numbered(steps: list[tuple[ActionKind, int]], both: int) -> list[Action]:
 
 
 def _with_transfers(rows: list[list[Action]]) -> ScheduleTable:
-    """Send every output at once; receive it where `_unit_times` says that nobody waits."""
+    """Send every output at once; receive it where, by `_unit_times`, nobody waits."""
     pp = len(rows)
-    starts, ends = _unit_times(rows)
-    receives: list[list[list[Transfer]]] = [[[] for _ in row] for row in rows]
-    sends: list[list[list[Transfer]]] = [[[] for _ in row] for row in rows]
-    made = sorted(
-        (ends[rank][slot], rank, slot, order, output)
-        for rank, row in enumerate(rows)
-        for slot, action in enumerate(row)
-        for order, output in enumerate(made_output(part, pp) for part in action.parts)
-        if output is not None
-    )
-    for end, source, slot, _, (kind, chunk, micro_batch) in made:
+    starts, made = _unit_times(rows)
+    receives: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    sends: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    for (kind, chunk, micro_batch), (end, source, slot) in sorted(made.items(), key=itemgetter(1)):
         target = chunk_rank(chunk, pp)
         if target == source:
             continue
         meets = bisect_left(starts[target], end)  # the first action that starts at `end` or later
         facts = {"kind": kind, "chunk": chunk, "micro_batch": micro_batch}
-        sends[source][slot].append(Transfer(**facts, peer=target))
-        receives[target][meets].append(Transfer(**facts, peer=source))
+        sends[source, slot].append(Transfer(**facts, peer=target))
+        receives[target, meets].append(Transfer(**facts, peer=source))
     return tuple(
         tuple(
-            Slot(action=action, receives=tuple(receives[rank][k]), sends=tuple(sends[rank][k]))
+            Slot(action=action, receives=tuple(receives[rank, k]), sends=tuple(sends[rank, k]))
             for k, action in enumerate(row)
         )
         for rank, row in enumerate(rows)
     )
 
 
-def _unit_times(rows: list[list[Action]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Start and end of every action at `UNIT_COSTS` when data travels in no time."""
+def _unit_times(
+    rows: list[list[Action]],
+) -> tuple[list[list[int]], dict[Output, tuple[int, int, int]]]:
+    """Start of every action, (end, rank, slot) of every output, if data travels in no time."""
     pp = len(rows)
-    ready: dict[Output, int] = {}
     starts: list[list[int]] = [[] for _ in rows]
-    ends: list[list[int]] = [[] for _ in rows]
+    clocks = [0] * pp
+    made: dict[Output, tuple[int, int, int]] = {}
     progress = True
     while progress:
         progress = False
         for rank, row in enumerate(rows):
-            while len(starts[rank]) < len(row):
-                action = row[len(starts[rank])]
-                needs = [n for part in action.parts if (n := needed_output(part, pp)) is not None]
-                if any(need not in ready for need in needs):
+            while (slot := len(starts[rank])) < len(row):
+                parts = row[slot].parts
+                needs = [n for part in parts if (n := needed_output(part, pp)) is not None]
+                if any(need not in made for need in needs):
                     break
-                start = max([ready[need] for need in needs] + ends[rank][-1:], default=0)
-                starts[rank].append(start)
-                ends[rank].append(start + UNIT_COSTS[action.kind])
-                for part in action.parts:
+                starts[rank].append(max([clocks[rank], *(made[need][0] for need in needs)]))
+                clocks[rank] = starts[rank][-1] + UNIT_COSTS[row[slot].kind]
+                for part in parts:
                     if (output := made_output(part, pp)) is not None:
-                        ready[output] = ends[rank][-1]
+                        made[output] = (clocks[rank], rank, slot)
                 progress = True
-    return starts, ends
+    return starts, made

@@ -1,10 +1,10 @@
 """Proofs about a schedule table, whoever made it, and the replay of its exchanges.
 
 Exchanges are replayed under the strictest semantics any backend has: a batched exchange is a
-meeting of its partners. Everything reads a table as plain facts, in milliseconds, without a device.
+meeting of its partners. Takes milliseconds and no device.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -22,14 +22,14 @@ from pith_engine.schedule import (
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """One batched exchange of a rank, and the exchanges of other ranks it must meet."""
+    """One batched exchange of a rank, and those of other ranks that it must meet."""
 
     rank: int
-    """The rank that issues it."""
+    """Who issues it."""
     position: int
-    """The slot before whose action it is issued; the number of slots for the one at the end."""
+    """The slot before whose action it is issued; the number of slots for the last."""
     partners: tuple[tuple[int, int], ...]
-    """(rank, position) of every exchange that holds the other end of one of its transfers."""
+    """(rank, position) of every exchange at the other end of one of its transfers."""
 
 
 def check_schedule(
@@ -37,14 +37,13 @@ def check_schedule(
 ) -> None:
     """Prove that a table computes everything once, in order, without deadlock, in bounded memory.
 
-    Without backwards (`has_backward=False`) no activation is counted.
+    Without backwards no activation is kept.
 
     Raises:
         ValueError: a forward or backward is missing, repeated, foreign or out of order; a deferred
-            weight gradient is not run exactly once, after its backward and in that order; an output
-            is not sent and received once, in time, to the rank that needs it; transfers between two
-            ranks differ in order; exchanges deadlock; or a rank holds more than `2 * pp + 1`
-            activations (chunk-micro-batches) at once.
+            weight gradient is not run once, after its backward and in that order; an output is not
+            sent and received once, in time, between the right ranks and in one order; exchanges
+            deadlock; or a rank holds more than `2 * pp + 1` activations at once.
     """
     pp = len(table)
     for rank, row in enumerate(table):
@@ -52,17 +51,15 @@ def check_schedule(
     for rank, row in enumerate(table):
         _check_transfers(rank, row, pp)
     meetings(table)
-    if has_backward:
-        for rank, row in enumerate(table):
-            if (live := peak_live(row)) > 2 * pp + 1:
-                raise ValueError(f"rank {rank} holds {live} activations, at most {2 * pp + 1} fit")
+    for rank, row in enumerate(table):
+        if has_backward and (live := peak_live(row)) > 2 * pp + 1:
+            raise ValueError(f"rank {rank} holds {live} activations, at most {2 * pp + 1} fit")
 
 
 def peak_live(row: tuple[Slot, ...]) -> int:
     """Most activations (chunk-micro-batches) a rank holds at once.
 
-    One lives from its forward to its BACKWARD, or to the WEIGHT that follows its BACKWARD_INPUT.
-    During an OVERLAP both the new and the old one live.
+    One lives from its forward to its BACKWARD or WEIGHT; during an OVERLAP new and old both live.
     """
     live = peak = 0
     for slot in row:
@@ -76,30 +73,27 @@ def peak_live(row: tuple[Slot, ...]) -> int:
 def meetings(table: ScheduleTable) -> tuple[Meeting, ...]:
     """Every exchange of every rank, in an order in which they can complete.
 
-    An exchange starts when the rank's previous exchange and previous action are over, and is over
-    when all its partners have started. Transfers between two ranks match in order.
-
-    Raises:
-        ValueError: a send and a receive do not match, or some exchanges wait for each other.
+    An exchange starts when the rank's previous exchange and action are over, and is over when all
+    its partners have started. A ValueError names a send and a receive that do not match in order,
+    or the exchanges that wait for each other.
     """
     partners = _partners(table)
-    started = dict.fromkeys(range(len(table)), 0)  # the exchange that each rank has reached
+    started = [0] * len(table)  # the exchange that each rank has reached
     order: list[Meeting] = []
     progress = True
     while progress:
         progress = False
         for rank, row in enumerate(table):
-            while started[rank] <= len(row):
-                position = started[rank]
-                others = partners[rank][position]
+            while (position := started[rank]) <= len(row):
+                others = partners[rank, position]
                 if any(started[other] < place for other, place in others):
                     break
                 order.append(Meeting(rank=rank, position=position, partners=tuple(others)))
                 started[rank] += 1
                 progress = True
     stuck = [
-        f"rank {rank} before slot {position} waits for {partners[rank][position]}"
-        for rank, position in started.items()
+        f"rank {rank} before slot {position} waits for {partners[rank, position]}"
+        for rank, position in enumerate(started)
         if position <= len(table[rank])
     ]
     if stuck:
@@ -111,9 +105,7 @@ def _check_compute(
     rank: int, row: tuple[Slot, ...], pp: int, num_micro_batches: int, has_backward: bool
 ) -> None:
     """Each chunk runs each micro-batch once, ascending; weights follow their inputs in order."""
-    forwards: list[tuple[int, int]] = []
-    backwards: list[tuple[int, int]] = []
-    deferred: deque[tuple[int, int]] = deque()
+    forwards, backwards, deferred = [], [], deque()
     for part in (part for slot in row for part in slot.action.parts):
         work = (part.chunk, part.micro_batch)
         match part.kind:
@@ -138,21 +130,18 @@ def _check_compute(
         ("backward", backwards, num_micro_batches if has_backward else 0),
     ):
         for chunk in sorted({rank, 2 * pp - 1 - rank, *(c for c, _ in done)}):
-            is_local = chunk_rank(chunk, pp) == rank
+            expected = range(wanted if chunk_rank(chunk, pp) == rank else 0)
             got = [micro_batch for c, micro_batch in done if c == chunk]
-            if got != list(range(wanted if is_local else 0)):
+            if got != list(expected):
                 raise ValueError(
                     f"rank {rank}: chunk {chunk} runs {what} of micro-batches {got}; expected is "
-                    f"each of {range(wanted if is_local else 0)} once, ascending"
+                    f"each of {expected} once, ascending"
                 )
 
 
 def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
     """Inputs are made or received before their use, outputs sent once made, each exactly once."""
-    received: set[Output] = set()
-    made: set[Output] = set()
-    sent: set[Output] = set()
-    used: set[Output] = set()
+    received, made, sent, used = set[Output](), set[Output](), set[Output](), set[Output]()
     for k, slot in enumerate(row):
         where = f"rank {rank}, slot {k}"
         for t in slot.receives:
@@ -161,16 +150,14 @@ def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
                 raise ValueError(f"{where}: {t} is received twice, or not from the rank it is on")
             received.add(t.output)
         for part in slot.action.parts:
-            need = needed_output(part, pp)
-            if need is None:
+            if (need := needed_output(part, pp)) is None:
                 continue
-            if output_source(need, pp) == rank:
-                if need not in made:
-                    raise ValueError(f"{where}: {part} runs before its local input")
-                continue
-            used.add(need)
-            if need not in received:
-                raise ValueError(f"{where}: {part} runs before its input is received")
+            is_local = output_source(need, pp) == rank
+            if need not in (made if is_local else received):
+                what = "its local input" if is_local else "its input is received"
+                raise ValueError(f"{where}: {part} runs before {what}")
+            if not is_local:
+                used.add(need)
         made.update(o for part in slot.action.parts if (o := made_output(part, pp)))
         for t in slot.sends:
             is_right_peer = chunk_rank(t.chunk, pp) == t.peer != rank
@@ -182,25 +169,24 @@ def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
         raise ValueError(f"rank {rank}: never sent {unsent}, never used {received - used}")
 
 
-def _partners(table: ScheduleTable) -> list[list[list[tuple[int, int]]]]:
-    """For each rank and exchange, the exchanges at the other end of its transfers."""
-    sent: dict[tuple[int, int], list[tuple[int, Output]]] = {}
-    received: dict[tuple[int, int], list[tuple[int, Output]]] = {}
+def _partners(table: ScheduleTable) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """For each (rank, exchange), the exchanges at the other end of its transfers."""
+    sent: defaultdict[tuple[int, int], list[tuple[int, Output]]] = defaultdict(list)
+    received: defaultdict[tuple[int, int], list[tuple[int, Output]]] = defaultdict(list)
     for rank, row in enumerate(table):
         for k, slot in enumerate(row):
             for t in slot.sends:
-                sent.setdefault((rank, t.peer), []).append((k + 1, t.output))
+                sent[rank, t.peer].append((k + 1, t.output))
             for t in slot.receives:
-                received.setdefault((t.peer, rank), []).append((k, t.output))
-    partners: list[list[list[tuple[int, int]]]] = [[[] for _ in range(len(r) + 1)] for r in table]
+                received[t.peer, rank].append((k, t.output))
+    partners: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for source, target in sorted({*sent, *received}):
-        out, into = sent.get((source, target), []), received.get((source, target), [])
-        for send, receive in zip_longest(out, into):
+        for send, receive in zip_longest(sent[source, target], received[source, target]):
             if send is None or receive is None or send[1] != receive[1]:
                 raise ValueError(
                     f"transfers from rank {source} to rank {target} do not match in order: "
                     f"(exchange, what) {send} is sent where {receive} is received"
                 )
-            partners[source][send[0]].append((target, receive[0]))
-            partners[target][receive[0]].append((source, send[0]))
+            partners[source, send[0]].append((target, receive[0]))
+            partners[target, receive[0]].append((source, send[0]))
     return partners

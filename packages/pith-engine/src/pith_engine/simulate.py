@@ -1,9 +1,9 @@
 """Run a schedule table with given costs: when each slot runs, the bubble, the live activations.
 
 The rules are the executor's (`schedule.py`), so the timeline shows the waits of a real run, those
-caused by late receives included. With one cost for all chunks, DualPipeV's bubble is
-`(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek DualPipe), where F&B is an overlapped slot, B a
-full backward and W its weight part.
+for late receives included. With one cost for all chunks, DualPipeV's bubble is
+`(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek DualPipe): F&B an overlapped slot, B a full
+backward, W its weight part.
 """
 
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from pith_engine.schedule_check import meetings, peak_live
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleCosts:
-    """Durations in any one unit; tuples hold one value per chunk, `2 * pp` of them."""
+    """Durations in any one unit; tuples hold a value for each of the `2 * pp` chunks."""
 
     forward: tuple[float, ...]
     """A forward of each chunk."""
     backward_input: tuple[float, ...]
-    """A backward of each chunk without its weight gradients."""
+    """Its backward without weight gradients."""
     weight: tuple[float, ...]
-    """The weight gradients of each chunk."""
+    """Its weight gradients."""
     overlap: float = 1.0
     """Duration of an overlapped slot over the sum of its two parts."""
     transfer: float = 0.0
-    """One batched exchange, from the moment that all partners have started."""
+    """One batched exchange, once all partners have started."""
 
     def __post_init__(self):
         if not len(self.forward) == len(self.backward_input) == len(self.weight):
@@ -55,11 +55,11 @@ class Timeline:
     """When every slot of a table runs, from time 0."""
 
     starts: tuple[tuple[float, ...], ...]
-    """Start of every slot, one row per rank."""
+    """Of every slot, one row per rank."""
     ends: tuple[tuple[float, ...], ...]
-    """End of every slot, one row per rank."""
+    """Of every slot, one row per rank."""
     peak_live: tuple[int, ...]
-    """Most activations (chunk-micro-batches) each rank holds at once; a forward alone keeps all."""
+    """Most activations each rank holds at once, as `schedule_check.peak_live` counts them."""
 
     @property
     def duration(self) -> float:
@@ -74,28 +74,25 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of all ranks' time in which they do not compute."""
+        """Share of all ranks' time without compute."""
         return 1 - sum(self.busy) / (len(self.ends) * self.duration)
 
 
 def unit_schedule_costs(pp: int) -> ScheduleCosts:
     """The same cost for every chunk, in units of one forward."""
-    chunks = 2 * pp
-    return ScheduleCosts(
-        forward=(UNIT_COSTS[ActionKind.FORWARD],) * chunks,
-        backward_input=(UNIT_COSTS[ActionKind.BACKWARD_INPUT],) * chunks,
-        weight=(UNIT_COSTS[ActionKind.WEIGHT],) * chunks,
-    )
+    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.WEIGHT)
+    forward, backward_input, weight = ((UNIT_COSTS[kind],) * (2 * pp) for kind in kinds)
+    return ScheduleCosts(forward=forward, backward_input=backward_input, weight=weight)
 
 
 def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
-    """Run a table; ValueError for another number of chunks, or exchanges that deadlock."""
+    """Run a table; ValueError for costs of other chunks, or exchanges that deadlock."""
     if len(costs.forward) != 2 * len(table):
         raise ValueError(f"costs hold {len(costs.forward)} chunks; {len(table)} ranks have twice")
     starts: list[list[float]] = [[] for _ in table]
     ends: list[list[float]] = [[] for _ in table]
     # Start of every exchange reached so far; `meetings` orders them so that partners are known.
-    begun: dict[tuple[int, int], float] = {(rank, 0): 0.0 for rank in range(len(table))}
+    begun = {(rank, 0): 0.0 for rank in range(len(table))}
     for meeting in meetings(table):
         rank, position = meeting.rank, meeting.position
         over = begun[rank, position]

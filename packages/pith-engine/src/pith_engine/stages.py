@@ -12,17 +12,24 @@ is a root, and a stage's backward is one `torch.autograd.backward(roots, gradien
 then hold the gradients that go on. So forward and backward of different micro-batches interleave in
 any order that overlap.py declares; `run_operations` is the one loop that executes such a list.
 
-Gradients are final: the loss root's is 1 / (global target count), the balance root's is
-coefficient / (global target count); nothing is rescaled afterwards.
+With recomputation a stage runs without a graph and keeps its inputs; before its backward the graph
+is built once more (`recompute_segment`, `recompute_experts`). The inputs of `experts` are the rows
+that arrived, so no all-to-all is repeated; those of an inner segment are its leaves and the expert
+ids that the forward chose. Statistics are those of the first run. The last segment keeps its graph:
+its loss is fused and has no logits to save.
+
+Gradients are final: those of the loss and balance roots, which hold their coefficients, are
+1 / (global target count); nothing is rescaled afterwards.
 
 The trap: an operation hands its result to one later operation, which may run on another stream.
 When the result may be dropped is part of the list (`Operation.frees`, proved by overlap.py), so no
-tensor that communication made may be kept past it: `open_metadata` copies.
+tensor that communication made may be kept past it: `open_metadata` copies. Rows kept for
+recomputation are the exception, and overlap.py proves when those may be dropped.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from pith_ops.dispatch import (
@@ -37,7 +44,12 @@ from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pith_engine.balance import BalanceConfig, expert_counts, sequence_balance
+from pith_engine.balance import (
+    BalanceConfig,
+    auxiliary_losses,
+    count_choices,
+    load_factors,
+)
 from pith_engine.contract import Batch, DecoderLayer, ModelChunk, Routing
 from pith_engine.expert_parallel import (
     Arrival,
@@ -50,7 +62,7 @@ from pith_engine.expert_parallel import (
     route_tokens,
 )
 from pith_engine.mesh import Axis, Mesh
-from pith_engine.overlap import READS, Operation, OperationKind, Stream, Value
+from pith_engine.overlap import READS, Operation, OperationKind, Recompute, Stream, Value
 
 
 @dataclass(kw_only=True)
@@ -59,13 +71,17 @@ class Segment:
 
     leaves: list[Tensor]
     """Segment 0: the chunk's input, or nothing. Later: combined `[T, H]`, residual `[T, H]`."""
-    roots: list[GradientEdge | None]
+    roots: list[GradientEdge | None] = field(default_factory=list)
     """Inner: tokens, residual and, with routing, weights and balance. Last: output or loss. Edges,
     so that no value waits for its gradient; None where no gradient goes."""
     residual: Tensor | None = None
     """`[T, H]`, until the next segment takes it."""
     route: Route | None = None
     """Where the segment's tokens go; None for a dense layer and in the last segment."""
+    chosen: Tensor | None = None
+    """`[T, K]` ids that the router chose, for a recomputation to choose them again."""
+    load_factors: Tensor | None = None
+    """Those of `balance.load_factors`, counted by the first run."""
 
 
 @dataclass(kw_only=True)
@@ -92,7 +108,7 @@ class Streams:
     @contextmanager
     def launch(
         self, stream: Stream, waits: list[torch.cuda.Event], done: list[torch.cuda.Event]
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """Run the body on `stream` after the events `waits`; append its event to `done`."""
         if self._device is None:
             yield
@@ -112,6 +128,8 @@ class ChunkPass:
 
     `place` is (chunk, micro-batch), `hidden` the chunk's input `[T, H]` (None for the first chunk),
     `loss_scale` the scalar 1 / (global target count), None for evaluation, which keeps no graph.
+    `recompute` names the stages that run again in the backward, whose list is made with it too;
+    `previous_counts` as in `Pipeline.expert_counts`.
     """
 
     def __init__(
@@ -124,15 +142,23 @@ class ChunkPass:
         hidden: Tensor | None,
         balance: BalanceConfig,
         loss_scale: Tensor | None,
+        recompute: Recompute = "none",
+        previous_counts: Mapping[int, Tensor] | None = None,
     ):
         self.chunk, self.batch, self.mesh, self.balance = chunk, batch, mesh, balance
         self.layers: list[DecoderLayer] = chunk.decoder_layers()
         self.place, self.hidden, self.loss_scale = place, hidden, loss_scale
+        self.recompute: Recompute = recompute
         self.segments: dict[int, Segment] = {}
         self.expert_calls: dict[int, ExpertCall] = {}
+        self.kept_rows: dict[int, tuple[Tensor, Arrival | None]] = {}
+        """What arrived at the experts of each layer that are to be recomputed."""
         self.weight_grads = WeightGradQueue()
+        self.layer_numbers = [int(number) for number in chunk.layers]
+        self.previous_counts = previous_counts or {}
         self.expert_counts: list[Tensor] = []
-        self.balance_sum = batch.tokens.new_zeros((), dtype=torch.float64)
+        self.auxiliary_sums = batch.tokens.new_zeros(2, dtype=torch.float64)
+        """Balance loss and z-loss."""
         self.loss_sum = batch.tokens.new_zeros((), dtype=torch.float64)
         self.output: Tensor | None = None
         self.output_grad: Tensor | None = None
@@ -141,22 +167,20 @@ class ChunkPass:
 
     def forward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Aggregate layer index - 1, run attention of layer `index`; returns rows to dispatch."""
-        leaves = self._segment_leaves(index, arrived)
-        if index == 0:
-            hidden = leaves[0] if leaves else self.chunk.embed(self.batch)
-        else:
-            hidden = self.layers[index - 1].aggregate(leaves[0], leaves[1])
-        if index == len(self.layers):
-            self._finish(hidden, leaves)
-            return ()
-        layer = self.layers[index]
-        tokens, residual, routing = layer.attention(hidden, self.batch)
-        segment = Segment(leaves=leaves, roots=[_edge(tokens), _edge(residual)], residual=residual)
+        segment = Segment(leaves=self._segment_leaves(index, arrived))
         self.segments[index] = segment
+        if index == len(self.layers):
+            self._finish(segment)
+            return ()
+        with self._graph(kept=self.recompute != "attention+experts"):
+            tokens, segment.residual, routing = self._run_segment(index, segment)
         if routing is None:
             return (tokens.detach(),)
-        route = segment.route = route_tokens(routing, layer.num_local_experts, self.mesh.ep)
-        segment.roots += [_edge(root) for root in (routing.weights, *self._balance(routing))]
+        segment.chosen = routing.chosen
+        num_experts = self.layers[index].num_local_experts
+        route = segment.route = route_tokens(routing, num_experts, self.mesh.ep)
+        # After the host has waited for the counts, not before.
+        self._count(index, segment, routing)
         return pack_tokens(tokens, route), pack_metadata(routing, route)
 
     def send_to_experts(
@@ -175,15 +199,27 @@ class ChunkPass:
         """Run the layer's experts on what arrived; returns one partial sum per row."""
         route = self.segments[index].route
         arrival = None if route is None else open_metadata(received[1], route)
-        rows = received[0] if arrival is None else gather_rows(received[0], arrival.plan)
-        leaf = rows.detach().requires_grad_(self.loss_scale is not None)
-        groups = None if arrival is None else arrival.plan.groups
-        root = self.layers[index].experts(leaf, groups, self.weight_grads)
+        with self._graph(kept=self.recompute == "none"):
+            call = self._run_experts(index, received[0], arrival)
         if self.loss_scale is not None:
-            self.expert_calls[index] = ExpertCall(leaf=leaf, root=root, arrival=arrival)
+            if self.recompute == "none":
+                self.expert_calls[index] = call
+            else:
+                self.kept_rows[index] = received[0], arrival
         if arrival is None:
-            return (root.detach(),)
-        return (weighted_partial_sums(root.detach(), arrival.weights, arrival.plan),)
+            return (call.root.detach(),)
+        return (weighted_partial_sums(call.root.detach(), arrival.weights, arrival.plan),)
+
+    def recompute_segment(self, index: int) -> None:
+        """Build the graph of an inner segment that ran without one."""
+        segment = self.segments[index]
+        _, _, routing = self._run_segment(index, segment)
+        if routing is not None:
+            self._add_balance(segment, routing)
+
+    def recompute_experts(self, index: int) -> None:
+        """Build the graph of a layer's experts that ran without one; drops the rows kept for it."""
+        self.expert_calls[index] = self._run_experts(index, *self.kept_rows.pop(index))
 
     def backward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Backward of a segment; returns the gradient rows of the layer below it."""
@@ -226,22 +262,53 @@ class ChunkPass:
                 del self.segments[index - 1]
         return [value.detach().requires_grad_(self.loss_scale is not None) for value in values]
 
-    def _balance(self, routing: Routing) -> list[Tensor]:
-        self.expert_counts.append(expert_counts(routing, self.batch))
-        if self.balance.method == "none":
-            return []
-        balance = sequence_balance(routing, self.batch)
-        self.balance_sum += balance.detach()
-        return [balance]
+    def _graph(self, *, kept: bool) -> torch.set_grad_enabled:
+        return torch.set_grad_enabled(kept and self.loss_scale is not None)
 
-    def _finish(self, hidden: Tensor, leaves: list[Tensor]) -> None:
-        root = hidden
+    def _enter(self, index: int, leaves: list[Tensor]) -> Tensor:
+        if index > 0:
+            return self.layers[index - 1].aggregate(leaves[0], leaves[1])
+        return leaves[0] if leaves else self.chunk.embed(self.batch)
+
+    def _run_segment(self, index: int, segment: Segment) -> tuple[Tensor, Tensor, Routing | None]:
+        """From leaves to roots, balance excepted: tokens, residual, routing."""
+        hidden = self._enter(index, segment.leaves)
+        layer = self.layers[index]
+        tokens, residual, routing = layer.attention(hidden, self.batch, segment.chosen)
+        weights = [] if routing is None else [routing.weights]
+        segment.roots = [_edge(root) for root in (tokens, residual, *weights)]
+        return tokens, residual, routing
+
+    def _run_experts(self, index: int, received: Tensor, arrival: Arrival | None) -> ExpertCall:
+        rows = received if arrival is None else gather_rows(received, arrival.plan)
+        leaf = rows.detach().requires_grad_(self.loss_scale is not None)
+        groups = None if arrival is None else arrival.plan.groups
+        root = self.layers[index].experts(leaf, groups, self.weight_grads)
+        return ExpertCall(leaf=leaf, root=root, arrival=arrival)
+
+    def _count(self, index: int, segment: Segment, routing: Routing) -> None:
+        """Statistics of a first run, and its balance root."""
+        method, previous = self.balance.method, self.previous_counts.get(self.layer_numbers[index])
+        counts = count_choices(routing, self.batch, method)
+        self.expert_counts.append(counts.sum(0))
+        segment.load_factors = load_factors(method, counts, previous, self.mesh.cp)
+        with self._graph(kept=self.recompute != "attention+experts"):
+            self.auxiliary_sums += self._add_balance(segment, routing)
+
+    def _add_balance(self, segment: Segment, routing: Routing) -> Tensor:
+        """The balance root, if any, from the first run's load factors; returns its losses."""
+        root, losses = auxiliary_losses(self.balance, routing, self.batch, segment.load_factors)
+        segment.roots += [] if root is None else [_edge(root)]
+        return losses
+
+    def _finish(self, segment: Segment) -> None:
+        root = hidden = self._enter(len(self.layers), segment.leaves)
         if self.chunk.is_last:
             root = self.chunk.loss(hidden, self.batch)
             self.loss_sum += root.detach()
         else:
             self.output = hidden.detach()
-        self.segments[len(self.layers)] = Segment(leaves=leaves, roots=[_edge(root)])
+        segment.roots = [_edge(root)]
 
     def _root_gradients(
         self, index: int, segment: Segment, arrived: tuple[Tensor, ...]
@@ -257,8 +324,7 @@ class ChunkPass:
             self.output_grad,
             sum_rank_weights(arrived[1], plan),
         ]
-        balance_grad = self.loss_scale * self.balance.coefficient
-        return gradients + [balance_grad] * (len(segment.roots) - len(gradients))
+        return gradients + [self.loss_scale] * (len(segment.roots) - len(gradients))
 
 
 def run_operations(
@@ -276,8 +342,9 @@ def run_operations(
     for operation in operations:
         side = forward if operation.kind.is_forward else backward
         assert side is not None, f"{operation.kind} without a pass that it belongs to"
-        source, offset = READS[operation.kind][0]
-        arrived = results.get((source, operation.index + offset), ())
+        arrived: tuple[Tensor, ...] = ()
+        for source, offset in READS[operation.kind][:1]:
+            arrived = results.get((source, operation.index + offset), ())
         waits = [done[position] for position in operation.waits] if done else []
         with streams.launch(operation.stream, waits, done):
             result = _run(side, operation, arrived)
@@ -309,6 +376,12 @@ def _run(side: ChunkPass, operation: Operation, arrived: tuple[Tensor, ...]) -> 
             return side.send_back(index, arrived, side.mesh.ep_backward)
         case OperationKind.BACKWARD_WEIGHT:
             side.weight_grads.flush()
+            return ()
+        case OperationKind.RECOMPUTE_SEGMENT:
+            side.recompute_segment(index)
+            return ()
+        case OperationKind.RECOMPUTE_EXPERTS:
+            side.recompute_experts(index)
             return ()
 
 

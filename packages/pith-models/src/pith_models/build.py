@@ -10,6 +10,8 @@ from typing import TypeAlias
 
 from pith_engine.contract import ModelChunk
 from pith_engine.mesh import Mesh
+from pith_engine.partition import partition_violations
+from pith_engine.violations import raise_violations
 from pith_ops.attention import AttentionBackend
 
 from pith_models.hf import CanonicalTensor
@@ -58,26 +60,26 @@ def build_chunks(
 ) -> list[ModelChunk]:
     """Build this rank's two chunks on the meta device: chunk r and chunk `2 * pp - 1 - r`.
 
-    The mesh needs no process groups; a ValueError if layers or experts do not fit it.
+    The mesh needs no process groups. A ValueError if a size is out of range, or layers or experts
+    do not fit the mesh.
     """
-    num_chunks = 2 * mesh.pp.size
-    if len(layers_per_chunk) != num_chunks or sum(layers_per_chunk) != config.num_hidden_layers:
-        raise ValueError(
-            f"layers_per_chunk = {layers_per_chunk}: needs {num_chunks} numbers (2 * pp) that add "
-            f"up to num_hidden_layers = {config.num_hidden_layers}"
-        )
+    num_chunks, wrong = 2 * mesh.pp.size, config.violations()
+    wrong += partition_violations(layers_per_chunk, mesh.pp.size, config.num_hidden_layers)
     if config.num_experts % mesh.ep.size:
         allowed = [n for n in range(1, config.num_experts + 1) if not config.num_experts % n]
-        raise ValueError(
+        wrong.append(
             f"mesh.ep = {mesh.ep.size} does not divide num_experts = {config.num_experts}; "
             f"allowed: {allowed}"
         )
+    raise_violations(wrong, "model")
     chunks: list[ModelChunk] = []
     for chunk in (mesh.pp.rank, num_chunks - 1 - mesh.pp.rank):
         start = sum(layers_per_chunk[:chunk])
         layers = range(start, start + layers_per_chunk[chunk])
         match config:
             case Qwen3MoeConfig():
+                # Rank 0 holds the first chunk and the last: one tensor serves both.
+                tied = config.tie_word_embeddings and chunk == num_chunks - 1
                 chunks.append(
                     Qwen3MoeChunk(
                         config,
@@ -87,6 +89,7 @@ def build_chunks(
                         cp=mesh.cp,
                         is_first=chunk == 0,
                         is_last=chunk == num_chunks - 1,
+                        tied_embedding=chunks[0].get_parameter("embedding") if tied else None,
                     )
                 )
     return chunks

@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -52,6 +52,8 @@ class CanonicalTensor:
     """Hugging Face keys: one, or one per expert for a stack."""
     is_expert_stack: bool = False
     """Whether the keys hold the slices along dim 0, one each, instead of the whole tensor."""
+    copies: tuple[str, ...] = ()
+    """Keys of the same whole tensor that a folder may hold beside `keys`; never written."""
 
     @property
     def key_shape(self) -> tuple[int, ...]:
@@ -84,8 +86,7 @@ class KeyAccount:
 class HuggingFaceTensors(Mapping[str, Tensor]):
     """The canonical tensors of a Hugging Face folder, each read as `dtype` when asked for.
 
-    A ValueError lists every missing, unexpected and misshapen key, or says what is wrong with the
-    folder's index.
+    A ValueError lists every missing, unexpected and misshapen key, or names a damaged file.
     """
 
     def __init__(self, folder: Path, layout: Sequence[CanonicalTensor], dtype: torch.dtype):
@@ -93,6 +94,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         self._dtype = dtype
         self._files, shapes, dtypes = _read_headers(folder)
         _check_keys(folder, layout, shapes)
+        self._check_copies(folder, layout)
         new = str(dtype).removeprefix("torch.")
         changes = Counter(old for old in dtypes.values() if old != new)
         self.account = KeyAccount(
@@ -112,6 +114,17 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
                     view.copy_(file.get_tensor(key))
         return out
 
+    def _check_copies(self, folder: Path, layout: Sequence[CanonicalTensor]) -> None:
+        pairs = [(tensor, key) for tensor in layout for key in tensor.copies if key in self._files]
+        for tensor, key in pairs:
+            with safe_open(self._files[key], framework="pt") as file:
+                copy = file.get_tensor(key).to(self._dtype)
+            if not torch.equal(copy, self[tensor.name]):
+                raise ValueError(
+                    f"{folder}: {key} differs from {tensor.keys[0]}, to which config.json ties it: "
+                    "set tie_word_embeddings to false there or remove the key"
+                )
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._layout)
 
@@ -124,13 +137,7 @@ def read_hf_config(folder: Path) -> dict:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a Hugging Face folder: it has no config.json")
-    try:
-        hf_fields = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(hf_fields, dict):
-        raise ValueError(f"{path} holds a {type(hf_fields).__name__}, expected a JSON object")
-    return hf_fields
+    return _read_json(path)
 
 
 def export_tensors(
@@ -187,7 +194,9 @@ def _read_headers(
     """Map every key of a folder to its file, shape and dtype, from the files' own headers."""
     index_path = folder / INDEX_FILE
     has_index = index_path.is_file()
-    index: dict[str, str] = json.loads(index_path.read_text())["weight_map"] if has_index else {}
+    index = _read_json(index_path).get("weight_map") if has_index else {}
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise ValueError(f"{index_path} has no weight_map from keys to file names")
     names = sorted(set(index.values())) if has_index else [SINGLE_FILE]
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
@@ -196,12 +205,15 @@ def _read_headers(
         )
     files, shapes, dtypes = {}, {}, {}
     for name in names:
-        with safe_open(folder / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - not a dict
-                entry = file.get_slice(key)
-                files[key] = folder / name
-                shapes[key] = tuple(entry.get_shape())
-                dtypes[key] = _SAFETENSORS_DTYPES.get(entry.get_dtype(), entry.get_dtype())
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - not a dict
+                    entry = file.get_slice(key)
+                    files[key] = folder / name
+                    shapes[key] = tuple(entry.get_shape())
+                    dtypes[key] = _SAFETENSORS_DTYPES.get(entry.get_dtype(), entry.get_dtype())
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name} is damaged: {error}") from None
     if has_index:
         actual = {key: path.name for key, path in files.items()}
         odd = sorted(dict(index.items() ^ actual.items()))
@@ -213,7 +225,8 @@ def _read_headers(
 def _check_keys(
     folder: Path, layout: Sequence[CanonicalTensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    wanted = {key: tensor.key_shape for tensor in layout for key in tensor.keys}
+    needed = {key for tensor in layout for key in tensor.keys}
+    wanted = {k: tensor.key_shape for tensor in layout for k in (*tensor.keys, *tensor.copies)}
     wrong_shapes = [
         f"{key} {list(shapes[key])}, expected {list(wanted[key])}"
         for key in sorted(wanted.keys() & shapes.keys())
@@ -222,7 +235,7 @@ def _check_keys(
     faults = [
         f"{label} ({len(keys)}): {_first(keys)}"
         for label, keys in (
-            ("missing keys", sorted(wanted.keys() - shapes.keys())),
+            ("missing keys", sorted(needed - shapes.keys())),
             ("unexpected keys", sorted(shapes.keys() - wanted.keys())),
             ("wrong shapes", wrong_shapes),
         )
@@ -279,6 +292,16 @@ def _plan_files(
     if number == 1:
         return dict.fromkeys(numbers, SINGLE_FILE)
     return {key: f"model-{i:05}-of-{number:05}.safetensors" for key, i in numbers.items()}
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected a JSON object")
+    return content
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -20,6 +20,7 @@ from math import inf
 from pith_engine.context_parallel import context_attention
 from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, Role, Routing, declare
 from pith_engine.mesh import Axis
+from pith_engine.violations import raise_violations, type_violations
 from pith_ops.attention import AttentionBackend
 from pith_ops.cross_entropy import linear_cross_entropy
 from pith_ops.device import accumulation_dtype
@@ -74,37 +75,39 @@ class Qwen3MoeConfig:
     """Standard deviation of every initial matrix."""
     max_position_embeddings: int = 40_960
     """Longest sequence that the model is meant for."""
+    tie_word_embeddings: bool = False
+    """Whether the head is the embedding: one parameter, whose gradient sums both uses."""
 
-    def __post_init__(self) -> None:
+    def violations(self) -> list[str]:
+        """What is out of range or does not fit together, a line each."""
         values = asdict(self)
         faults = [
-            f"{field.name} = {values[field.name]}: must be at least 1"
+            f"model.{field.name} = {values[field.name]}: must be at least 1"
             for field in fields(self)
             if field.type is int and values[field.name] < 1
         ]
         if self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads:
             faults.append(
-                f"num_attention_heads = {self.num_attention_heads}: must be a multiple of "
+                f"model.num_attention_heads = {self.num_attention_heads}: must be a multiple of "
                 f"num_key_value_heads = {self.num_key_value_heads}"
             )
         if self.head_dim % 2:
-            faults.append(f"head_dim = {self.head_dim}: must be even for rotary embeddings")
+            faults.append(f"model.head_dim = {self.head_dim}: must be even for rotary embeddings")
         if self.num_experts_per_tok > self.num_experts:
             faults.append(
-                f"num_experts_per_tok = {self.num_experts_per_tok}: must be at most "
+                f"model.num_experts_per_tok = {self.num_experts_per_tok}: must be at most "
                 f"num_experts = {self.num_experts}"
             )
         outside = [i for i in self.mlp_only_layers if not 0 <= i < self.num_hidden_layers]
         if outside:
             faults.append(
-                f"mlp_only_layers = {self.mlp_only_layers}: {outside} are not among layers 0 to "
-                f"{self.num_hidden_layers - 1}"
+                f"model.mlp_only_layers = {self.mlp_only_layers}: {outside} are not among layers "
+                f"0 to {self.num_hidden_layers - 1}"
             )
         for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
             if not 0 < values[name] < inf:
-                faults.append(f"{name} = {values[name]}: must be positive and finite")
-        if faults:
-            raise ValueError("Qwen3MoeConfig: " + "; ".join(faults))
+                faults.append(f"model.{name} = {values[name]}: must be positive and finite")
+        return faults
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer of this global number routes its tokens to experts."""
@@ -114,7 +117,8 @@ class Qwen3MoeConfig:
     def from_hf(hf_fields: dict) -> "Qwen3MoeConfig":
         """Read the fields of a `config.json`, in the spelling of transformers 4 or 5.
 
-        A ValueError names every key that is missing, unknown or of a value not implemented here.
+        A ValueError names every key that is missing or unknown, or whose value has another type, is
+        out of range or not implemented here.
         """
         faults = [
             f"{key} = {hf_fields[key]!r}: only {allowed} is implemented"
@@ -133,18 +137,24 @@ class Qwen3MoeConfig:
         if len(set(experts)) != 1:
             faults.append(f"num_experts, num_local_experts: one value needed, found {experts}")
         theta = _rope_theta(hf_fields, faults)
-        if faults:
-            raise ValueError("config.json of a Qwen3-MoE model: " + "; ".join(faults))
+        raise_violations(faults, "config.json of a Qwen3-MoE model")
         head_dim = hf_fields.get("head_dim")
         if head_dim is None:
-            head_dim = hf_fields["hidden_size"] // hf_fields["num_attention_heads"]
-        return Qwen3MoeConfig(
+            hidden, heads = hf_fields["hidden_size"], hf_fields["num_attention_heads"]
+            # Anything else is named below.
+            head_dim = hidden // heads if type(hidden) is type(heads) is int and heads > 0 else 2
+        dense = hf_fields.get("mlp_only_layers") or ()
+        config = Qwen3MoeConfig(
             **{key: hf_fields[key] for key in _PLAIN_HF_FIELDS},
             num_experts=experts[0],
             head_dim=head_dim,
-            mlp_only_layers=tuple(hf_fields.get("mlp_only_layers") or ()),
-            rope_theta=float(theta),
+            mlp_only_layers=tuple(dense) if isinstance(dense, list) else dense,
+            rope_theta=float(theta) if type(theta) is int else theta,
+            tie_word_embeddings=hf_fields.get("tie_word_embeddings", False),
         )
+        wrong = type_violations(asdict(config), Qwen3MoeConfig, "model") or config.violations()
+        raise_violations(wrong, "config.json of a Qwen3-MoE model")
+        return config
 
     def to_hf(self) -> dict:
         """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
@@ -153,6 +163,7 @@ class Qwen3MoeConfig:
             "architectures": ["Qwen3MoeForCausalLM"],
             **_FIXED_HF_FIELDS,
             **{key: values[key] for key in _PLAIN_HF_FIELDS},
+            "tie_word_embeddings": self.tie_word_embeddings,
             "num_experts": self.num_experts,
             "head_dim": self.head_dim,
             "mlp_only_layers": list(self.mlp_only_layers),
@@ -213,16 +224,18 @@ class Qwen3MoeSparseLayer(nn.Module):
         self.experts_gate_up = declare((E, 2 * I, H), Role.EXPERT_MATRIX, std=std, parts=parts)
         self.experts_down_proj = declare((E, H, I), Role.EXPERT_MATRIX, std=std)
 
-    def attention(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Routing]:
-        """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, routing."""
+    def attention(
+        self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Routing]:
+        """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, routing to `chosen` if given."""
         residual = self.self_attention(hidden, batch)
         tokens = rms_norm(residual, self.mlp_norm, self.config.rms_norm_eps)
         logits = router_logits(tokens, self.router)
         config = self.config
         ids, weights, scores = softmax_topk(
-            logits, config.num_experts_per_tok, config.norm_topk_prob
+            logits, config.num_experts_per_tok, config.norm_topk_prob, chosen=chosen
         )
-        routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids)
+        routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits)
         return tokens, residual, routing
 
     def experts(
@@ -253,7 +266,9 @@ class Qwen3MoeDenseLayer(nn.Module):
         self.mlp_gate_up = declare((2 * I, H), Role.MATRIX, std=std, parts=parts)
         self.mlp_down_proj = declare((H, I), Role.MATRIX, std=std)
 
-    def attention(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, None]:
+    def attention(
+        self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, None]:
         """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, no routing."""
         residual = self.self_attention(hidden, batch)
         return rms_norm(residual, self.mlp_norm, self.config.rms_norm_eps), residual, None
@@ -271,7 +286,10 @@ class Qwen3MoeDenseLayer(nn.Module):
 
 
 class Qwen3MoeChunk(ModelChunk):
-    """Layers `layers` of the model, with the embedding if first and norm and head if last."""
+    """Layers `layers` of the model, with the embedding if first and norm and head if last.
+
+    The last chunk of a tied model is given the first one's `embedding`, which is on the same rank.
+    """
 
     def __init__(
         self,
@@ -283,6 +301,7 @@ class Qwen3MoeChunk(ModelChunk):
         cp: Axis,
         is_first: bool,
         is_last: bool,
+        tied_embedding: Tensor | None,
     ):
         super().__init__(is_first=is_first, is_last=is_last)
         self.config = config
@@ -297,7 +316,8 @@ class Qwen3MoeChunk(ModelChunk):
             )
         if is_last:
             self.final_norm = declare((H,), Role.NORM)
-            self.head = declare((V, H), Role.HEAD, std=std)
+            untied = tied_embedding is None
+            self.head = declare((V, H), Role.HEAD, std=std) if untied else tied_embedding
 
     def embed(self, batch: Batch) -> Tensor:
         """Token ids `[T]` -> hidden `[T, H]`."""
@@ -318,7 +338,9 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
     V, H, D = config.vocab_size, config.hidden_size, config.head_dim
     q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
     E, I = config.num_experts, config.moe_intermediate_size
-    tensors = [CanonicalTensor("embedding", (V, H), ("model.embed_tokens.weight",))]
+    tied, head = config.tie_word_embeddings, "lm_head.weight"
+    embedding_keys, copies = ("model.embed_tokens.weight",), (head,) if tied else ()
+    tensors = [CanonicalTensor("embedding", (V, H), embedding_keys, copies=copies)]
     for layer in range(config.num_hidden_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         plain: list[tuple[str, tuple[int, ...], str]] = [
@@ -354,7 +376,8 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
                 for name, shape in shapes.items()
             ]
     tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
-    tensors.append(CanonicalTensor("head", (V, H), ("lm_head.weight",)))
+    if not tied:
+        tensors.append(CanonicalTensor("head", (V, H), (head,)))
     return tuple(tensors)
 
 
@@ -397,6 +420,7 @@ _RESPELLED_HF_FIELDS = (
     "rope_theta",
     "rope_parameters",
     "rope_scaling",
+    "tie_word_embeddings",
 )
 _PLAIN_HF_FIELDS = tuple(
     field.name for field in fields(Qwen3MoeConfig) if field.name not in _RESPELLED_HF_FIELDS
@@ -407,7 +431,6 @@ _FIXED_HF_FIELDS = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "use_sliding_window": False,
-    "tie_word_embeddings": False,
 }
 # Without effect on the forward pass; `sliding_window` and `max_window_layers` only act together
 # with `use_sliding_window`, which must be false. `output_router_logits` and its coefficient say

@@ -2,15 +2,14 @@
 
     python -m pith_ops.bench [OPERATOR ...] [--device cuda] [--json FILE]
 
-1. Gate: outputs, and gradients for random upstream gradients, are compared with the reference in
-   the accumulation dtype, by norm and per tensor; integers must be equal. Who fails gets no time,
-   and the exit code is 1.
+1. Gate: outputs, and gradients for random upstream gradients, are compared per tensor and by norm
+   with a reference in the accumulation dtype, mostly the competitor's code run there; integers must
+   be equal. What fails gets no time, and the exit code is 1.
 2. Time: medians of a forward without grad and of a forward with its backward.
-3. Rate: the operations or bytes that the mathematics needs over the time; padding and recomputation
+3. Rate: operations or bytes that the mathematics needs over the time; padding and recomputation
    earn nothing (the backward of a product is two products, that of attention 2.5 forwards).
 
-Shapes are one layer of Qwen3-30B-A3B on a GPU and small on a CPU. The trap: an error of NaN is
-neither above nor below a tolerance, so it counts as infinite.
+The trap: an error of NaN is neither above nor below a tolerance, so it counts as infinite.
 """
 
 import argparse
@@ -34,23 +33,18 @@ from pith_ops.attention import (
     attention_reference,
     attention_violations,
 )
-from pith_ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from pith_ops.cross_entropy import linear_cross_entropy
 from pith_ops.device import accumulation_dtype
-from pith_ops.dispatch import (
-    count_dispatch,
-    plan_dispatch,
-    plan_experts,
-    weighted_partial_sums,
-)
+from pith_ops.dispatch import count_dispatch, plan_dispatch, plan_experts, weighted_partial_sums
 from pith_ops.grouped_linear import Groups, grouped_linear, grouped_linear_reference
 from pith_ops.linear import linear
-from pith_ops.rms_norm import rms_norm, rms_norm_reference
+from pith_ops.rms_norm import rms_norm
 from pith_ops.rope import apply_rope, rope_frequencies, rope_table
 from pith_ops.routing import softmax_topk
 from pith_ops.swiglu import swiglu, swiglu_reference
 
 GATE_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Relative error by norm: rounding stays below, a wrong factor or a wrong row does not."""
+"""Relative error by norm: rounding stays below, a wrong factor or row does not."""
 
 TensorFunction = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -74,31 +68,30 @@ class BenchRow:
     """One implementation: what the gate found and, if it passed, how fast it is."""
 
     operator: str
-    """What is measured."""
+    """Value of `Operator`."""
     implementation: str
     """Whose code: "pith_ops ..." or a competitor's."""
     shape: str
     """Sizes of the operands."""
     error: float
-    """Largest relative error over outputs and gradients."""
+    """Largest relative one of outputs and gradients."""
     passed: bool
-    """Whether the error is within the tolerance."""
+    """Whether it is within the tolerance."""
     unit: str
     """Of the rates."""
     forward_ms: float | None = None
-    """Median time of a forward; None if the gate failed."""
+    """Median; None if the gate failed."""
     forward_rate: float | None = None
-    """Work of the forward per time."""
+    """Work per time."""
     total_ms: float | None = None
-    """Median time of forward and backward; None without one or if the gate failed."""
+    """With the backward; None also if there is none."""
     total_rate: float | None = None
-    """Work of forward and backward per time."""
+    """With the backward."""
 
 
 class Gate:
-    """An operator's operands and what its reference makes of them; `measure` times who agrees.
+    """Operands and what an operator's `reference` makes of them in their accumulation dtype.
 
-    `reference` maps the operands, widened to their accumulation dtype, to a tensor or several.
     Work is in operations or bytes, `total_work` that of forward and backward.
     """
 
@@ -112,15 +105,19 @@ class Gate:
         total_work: float = 0.0,
     ):
         self.operator, self.operands, self.unit = operator, operands, unit
+        self.reference = reference
         scale = 1e12 if unit == "TFLOP/s" else 1e9
         self.forward_work, self.total_work = forward_work / scale, total_work / scale
-        floating = [x.dtype for x in operands if x.is_floating_point()]
-        self.tolerance = GATE_TOLERANCES[floating[0]] if floating else 0.0
+        self.tolerance = GATE_TOLERANCES.get(operands[0].dtype, 0.0)
         wide = [_widen(x) for x in operands]
         outputs = _outputs(reference, wide)
         # Values that every dtype represents alike.
         self.upstream = [torch.randn(x.shape, device=x.device).bfloat16() for x in outputs]
         self.wanted = [*outputs, *_gradients(outputs, wide, self.upstream)]
+
+    def measure_both(self, ours: TensorFunction, competitor: str) -> list[BenchRow]:
+        """Rows of `pith_ops` and of a competitor whose code is the reference."""
+        return [self.measure("pith_ops", ours), self.measure(competitor, self.reference)]
 
     def measure(self, implementation: str, run: TensorFunction) -> BenchRow:
         """Compare `run` with the reference and time it if they agree."""
@@ -154,29 +151,32 @@ def run_benchmarks(
     operators: Sequence[Operator], device: torch.device, dtype: torch.dtype
 ) -> list[BenchRow]:
     """Gate and time `operators` in order; operands are the same in every run."""
-    rows = []
+    rows, layer = [], _Layer(device=device, dtype=dtype)
+    if device.type != "cuda":
+        layer = replace(layer, tokens=256, sequence=128, hidden=64, heads=4, kv_heads=2)
+        layer = replace(layer, head_dim=16, experts=32, top_k=2, expert_width=48, words=1000)
     for operator in operators:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             match operator:
                 case Operator.ATTENTION:
-                    rows += _bench_attention(device, dtype)
+                    rows += _bench_attention(layer)
                 case Operator.ROPE:
-                    rows += _bench_rope(device, dtype)
+                    rows += _bench_rope(layer)
                 case Operator.RMS_NORM:
-                    rows += _bench_rms_norm(device, dtype)
+                    rows += _bench_rms_norm(layer)
                 case Operator.SWIGLU:
-                    rows += _bench_swiglu(device, dtype)
+                    rows += _bench_swiglu(layer)
                 case Operator.LINEAR:
-                    rows += _bench_linear(device, dtype)
+                    rows += _bench_linear(layer)
                 case Operator.GROUPED_LINEAR:
-                    rows += _bench_grouped_linear(device, dtype)
+                    rows += _bench_grouped_linear(layer)
                 case Operator.ROUTING:
-                    rows += _bench_routing(device, dtype)
+                    rows += _bench_routing(layer)
                 case Operator.DISPATCH:
-                    rows += _bench_dispatch(device, dtype)
+                    rows += _bench_dispatch(layer)
                 case Operator.CROSS_ENTROPY:
-                    rows += _bench_cross_entropy(device, dtype)
+                    rows += _bench_cross_entropy(layer)
     return rows
 
 
@@ -185,16 +185,13 @@ def bench_table(rows: Sequence[BenchRow]) -> str:
     columns = "{:15} {:26} {:>8}   {:28} {}"
     table = columns.format("operator", "implementation", "error", "forward", "with backward")
     for row in rows:
-        forward = total = ""
-        if not row.passed:
-            forward = "GATE FAILED"
+        forward, total = "GATE FAILED", ""
         if row.forward_ms is not None:
             forward = f"{row.forward_ms:.3f} ms {row.forward_rate:.4g} {row.unit}"
         if row.total_ms is not None:
             total = f"{row.total_ms:.3f} ms {row.total_rate:.4g} {row.unit}"
-        error = f"{row.error:.1e}"
-        line = columns.format(row.operator, row.implementation, error, forward, total)
-        table += "\n" + line.rstrip()
+        cells = (row.operator, row.implementation, f"{row.error:.1e}", forward, total)
+        table += "\n" + columns.format(*cells).rstrip()
     return table
 
 
@@ -228,46 +225,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(row.passed for row in rows) else 1
 
 
-def _bench_attention(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
-    batch, sequence, heads, kv_heads, head_dim = 2, 128, 4, 2, 16
-    if device.type == "cuda":
-        sequence, heads, kv_heads, head_dim = 4096, 32, 4, 128
-    query = _draw(device, dtype, batch, sequence, heads, head_dim)
-    key, value = (_draw(device, dtype, batch, sequence, kv_heads, head_dim) for _ in range(2))
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """Where to run, and the sizes of a layer: by default those of Qwen3-30B-A3B."""
+
+    device: torch.device
+    dtype: torch.dtype
+    tokens: int = 8192
+    sequence: int = 4096
+    hidden: int = 2048
+    heads: int = 32
+    kv_heads: int = 4
+    head_dim: int = 128
+    experts: int = 128
+    top_k: int = 8
+    expert_width: int = 768
+    words: int = 151_936
+
+    def draw(self, *size: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(size, device=self.device) * std).to(self.dtype).requires_grad_()
+
+    def draw_logits(self) -> Tensor:
+        # Not rounded to bf16: rounded logits tie, and torch's topk breaks ties its own way.
+        dtype = accumulation_dtype(self.dtype)
+        return torch.randn(self.tokens, self.experts, device=self.device, dtype=dtype)
+
+
+def _bench_attention(layer: _Layer) -> list[BenchRow]:
+    device, dtype, dim = layer.device, layer.dtype, layer.head_dim
+    batch, sequence = layer.tokens // layer.sequence, layer.sequence
+    query = layer.draw(batch, sequence, layer.heads, dim)
+    key, value = (layer.draw(batch, sequence, layer.kv_heads, dim) for _ in range(2))
     # A causal mask halves both products.
-    flops = 2.0 * batch * heads * sequence**2 * head_dim
+    flops = 2.0 * batch * layer.heads * sequence**2 * dim
+
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_reference(q, k, v)[0]
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
 
-    gate = Gate(
-        Operator.ATTENTION,
-        lambda q, k, v: attention_reference(q, k, v)[0],
-        (query, key, value),
-        "TFLOP/s",
-        flops,
-        3.5 * flops,
-    )
-    rows = []
-    for backend in AttentionBackend:
-        if not attention_violations(backend, device, dtype, head_dim, head_dim):
-            rows.append(
-                gate.measure(
-                    f"pith_ops {backend.value}",
-                    lambda q, k, v, backend=backend: attention(q, k, v, backend=backend)[0],
-                )
-            )
+    operands = (query, key, value)
+    gate = Gate(Operator.ATTENTION, reference, operands, "TFLOP/s", flops, 3.5 * flops)
+    rows = [
+        gate.measure(f"pith_ops {b.value}", lambda q, k, v, b=b: attention(q, k, v, backend=b)[0])
+        for b in AttentionBackend
+        if not attention_violations(b, device, dtype, dim, dim)
+    ]
     return [*rows, gate.measure("torch SDPA", sdpa)]
 
 
-def _bench_rope(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
-    tokens, heads, head_dim = (8192, 32, 128) if device.type == "cuda" else (256, 4, 16)
-    x = _draw(device, dtype, tokens, heads, head_dim)
-    positions = torch.arange(tokens, device=device) % 4096
-    wide = accumulation_dtype(dtype)
-    cos, sin = rope_table(positions, rope_frequencies(head_dim, 1e6, dtype=wide, device=device))
+def _bench_rope(layer: _Layer) -> list[BenchRow]:
+    x = layer.draw(layer.tokens, layer.heads, layer.head_dim)
+    positions = torch.arange(layer.tokens, device=x.device) % layer.sequence
+    wide = accumulation_dtype(x.dtype)
+    frequencies = rope_frequencies(layer.head_dim, 1e6, dtype=wide, device=x.device)
+    cos, sin = rope_table(positions, frequencies)
 
     def complex_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x.to(cos.dtype).chunk(2, dim=-1)
@@ -276,66 +291,54 @@ def _bench_rope(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
 
     size = x.nbytes
     gate = Gate(Operator.ROPE, complex_rotation, (x, cos, sin), "GB/s", 2 * size, 4 * size)
-    return [gate.measure("pith_ops", apply_rope), gate.measure("torch complex", complex_rotation)]
+    return gate.measure_both(apply_rope, "torch complex")
 
 
-def _bench_rms_norm(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
-    tokens, hidden = (8192, 2048) if device.type == "cuda" else (256, 64)
-    x, weight = _draw(device, dtype, tokens, hidden), _draw(device, dtype, hidden)
+def _bench_rms_norm(layer: _Layer) -> list[BenchRow]:
+    x, weight = layer.draw(layer.tokens, layer.hidden), layer.draw(layer.hidden)
 
-    def reference(x: Tensor, w: Tensor) -> Tensor:
-        return rms_norm_reference(x, w, 1e-6)
+    def torch_rms_norm(x: Tensor, w: Tensor) -> Tensor:
+        return functional.rms_norm(x, w.shape, w, 1e-6)
 
-    gate = Gate(Operator.RMS_NORM, reference, (x, weight), "GB/s", 2 * x.nbytes, 5 * x.nbytes)
-    return [
-        gate.measure("pith_ops", lambda x, w: rms_norm(x, w, 1e-6)),
-        gate.measure("torch rms_norm", lambda x, w: functional.rms_norm(x, w.shape, w, 1e-6)),
-    ]
+    gate = Gate(Operator.RMS_NORM, torch_rms_norm, (x, weight), "GB/s", 2 * x.nbytes, 5 * x.nbytes)
+    return gate.measure_both(lambda x, w: rms_norm(x, w, 1e-6), "torch rms_norm")
 
 
-def _bench_swiglu(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
-    num_rows, width = (65_536, 1536) if device.type == "cuda" else (512, 96)
-    gate_up = _draw(device, dtype, num_rows, width)
+def _bench_swiglu(layer: _Layer) -> list[BenchRow]:
+    gate_up = layer.draw(layer.tokens * layer.top_k, 2 * layer.expert_width)
     size = gate_up.nbytes
     gate = Gate(Operator.SWIGLU, swiglu_reference, (gate_up,), "GB/s", 1.5 * size, 4 * size)
-    return [gate.measure("pith_ops", swiglu), gate.measure("torch autograd", swiglu_reference)]
+    return gate.measure_both(swiglu, "torch autograd")
 
 
-def _bench_linear(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
-    tokens, width, hidden = (8192, 4096, 2048) if device.type == "cuda" else (256, 96, 64)
-    x = _draw(device, dtype, tokens, hidden)
-    weight = _draw(device, dtype, width, hidden, std=hidden**-0.5)
-    flops = 2.0 * tokens * hidden * width
-    gate = Gate(Operator.LINEAR, lambda x, w: x @ w.t(), (x, weight), "TFLOP/s", flops, 3 * flops)
-    return [gate.measure("pith_ops", linear), gate.measure("torch linear", functional.linear)]
+def _bench_linear(layer: _Layer) -> list[BenchRow]:
+    x = layer.draw(layer.tokens, layer.hidden)
+    weight = layer.draw(layer.heads * layer.head_dim, layer.hidden, std=layer.hidden**-0.5)
+    flops = 2.0 * layer.tokens * weight.numel()
+    gate = Gate(Operator.LINEAR, functional.linear, (x, weight), "TFLOP/s", flops, 3 * flops)
+    return gate.measure_both(linear, "torch linear")
 
 
-def _bench_grouped_linear(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
-    is_cuda = device.type == "cuda"
-    num_rows, hidden, width, num_groups = (65_536, 2048, 1536, 16) if is_cuda else (512, 64, 96, 4)
-    x = _draw(device, dtype, num_rows, hidden)
-    weight = _draw(device, dtype, num_groups, width, hidden, std=hidden**-0.5)
+def _bench_grouped_linear(layer: _Layer) -> list[BenchRow]:
+    num_rows, num_groups = layer.tokens * layer.top_k, layer.experts // 8
+    x = layer.draw(num_rows, layer.hidden)
+    std = layer.hidden**-0.5
+    weight = layer.draw(num_groups, 2 * layer.expert_width, layer.hidden, std=std)
     # Uneven groups, one of them empty: expert 1 has the rows of experts 0 and 1.
     sizes = [num_rows // num_groups] * num_groups
     sizes[:2] = [0, num_rows - sum(sizes[2:])]
-    groups = Groups.from_sizes(sizes, device)
-    flops = 2.0 * num_rows * hidden * width
+    groups = Groups.from_sizes(sizes, layer.device)
+    flops = 2.0 * num_rows * weight[0].numel()
 
     def loop(x: Tensor, w: Tensor) -> Tensor:
         return grouped_linear_reference(x, w, groups)
 
     gate = Gate(Operator.GROUPED_LINEAR, loop, (x, weight), "TFLOP/s", flops, 3 * flops)
-    return [
-        gate.measure("pith_ops", lambda x, w: grouped_linear(x, w, groups)),
-        gate.measure("torch loop over groups", loop),
-    ]
+    return gate.measure_both(lambda x, w: grouped_linear(x, w, groups), "torch loop over groups")
 
 
-def _bench_routing(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
-    tokens, experts, top_k = (8192, 128, 8) if device.type == "cuda" else (256, 8, 2)
-    # Not rounded to bf16: rounded logits tie, and torch's topk breaks ties its own way.
-    dtype = accumulation_dtype(dtype)
-    logits = torch.randn(tokens, experts, device=device, dtype=dtype, requires_grad=True)
+def _bench_routing(layer: _Layer) -> list[BenchRow]:
+    logits, top_k = layer.draw_logits().requires_grad_(), layer.top_k
 
     def torch_topk(logits: Tensor) -> tuple[Tensor, Tensor]:
         scores = logits.softmax(1)
@@ -344,19 +347,13 @@ def _bench_routing(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
 
     size = logits.nbytes
     gate = Gate(Operator.ROUTING, torch_topk, (logits,), "GB/s", 2 * size, 4 * size)
-    return [
-        gate.measure("pith_ops", lambda logits: softmax_topk(logits, top_k, True)[1:]),
-        gate.measure("torch softmax, topk", torch_topk),
-    ]
+    return gate.measure_both(lambda x: softmax_topk(x, top_k, True)[1:], "torch softmax, topk")
 
 
-def _bench_dispatch(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
-    is_cuda, num_ranks = device.type == "cuda", 8
-    tokens, hidden, experts, top_k = (8192, 2048, 128, 8) if is_cuda else (256, 64, 16, 2)
-    wide = accumulation_dtype(dtype)
-    logits = torch.randn(tokens, experts, device=device, dtype=wide)
-    ids, weights, _ = softmax_topk(logits, top_k, True)
-    outputs = _draw(device, dtype, tokens * top_k, hidden).detach()
+def _bench_dispatch(layer: _Layer) -> list[BenchRow]:
+    num_ranks, tokens, experts, top_k = 8, layer.tokens, layer.experts, layer.top_k
+    ids, weights, _ = softmax_topk(layer.draw_logits(), top_k, True)
+    outputs = layer.draw(tokens * top_k, layer.hidden).detach()
     order = ids.flatten().argsort(stable=True)
     counts = count_dispatch(ids, experts, num_ranks)
     num_rows = int(counts[:, 0].sum())
@@ -372,7 +369,7 @@ def _bench_dispatch(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
 
     def index_add(outputs: Tensor, weights: Tensor) -> Tensor:
         weighted = outputs.to(weights.dtype) * weights.flatten()[order][:, None]
-        total = weights.new_zeros(tokens, hidden)
+        total = weights.new_zeros(tokens, layer.hidden)
         return total.index_add_(0, order // top_k, weighted).to(outputs.dtype)
 
     planning = Gate(Operator.DISPATCH, plan_by_loop, [ids], "GB/s", ids.nbytes)
@@ -386,30 +383,19 @@ def _bench_dispatch(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
     ]
 
 
-def _bench_cross_entropy(device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
-    tokens, H, vocabulary = (8192, 2048, 151_936) if device.type == "cuda" else (256, 64, 1000)
-    hidden = _draw(device, dtype, tokens, H)
-    weight = _draw(device, dtype, vocabulary, H, std=H**-0.5)
-    targets = torch.randint(vocabulary, (tokens,), device=device)
+def _bench_cross_entropy(layer: _Layer) -> list[BenchRow]:
+    hidden = layer.draw(layer.tokens, layer.hidden)
+    weight = layer.draw(layer.words, layer.hidden, std=layer.hidden**-0.5)
+    targets = torch.randint(layer.words, (layer.tokens,), device=layer.device)
     targets[::100] = -100
-    flops = 2.0 * weight.numel() * tokens
-
-    def reference(h: Tensor, w: Tensor) -> Tensor:
-        return linear_cross_entropy_reference(h, w, targets)
+    flops = 2.0 * layer.tokens * weight.numel()
 
     def full_logits(h: Tensor, w: Tensor) -> Tensor:
         logits = (h @ w.t()).to(accumulation_dtype(h.dtype))
         return functional.cross_entropy(logits, targets, reduction="sum")
 
-    gate = Gate(Operator.CROSS_ENTROPY, reference, (hidden, weight), "TFLOP/s", flops, 3 * flops)
-    return [
-        gate.measure("pith_ops", lambda h, w: linear_cross_entropy(h, w, targets)),
-        gate.measure("torch full logits", full_logits),
-    ]
-
-
-def _draw(device: torch.device, dtype: torch.dtype, *size: int, std: float = 1.0) -> Tensor:
-    return (torch.randn(size, device=device) * std).to(dtype).requires_grad_()
+    gate = Gate(Operator.CROSS_ENTROPY, full_logits, (hidden, weight), "TFLOP/s", flops, 3 * flops)
+    return gate.measure_both(lambda h, w: linear_cross_entropy(h, w, targets), "torch full logits")
 
 
 def _widen(operand: Tensor) -> Tensor:
@@ -433,7 +419,7 @@ def _gradients(
 
 
 def _relative_error(got: Tensor, wanted: Tensor) -> float:
-    """By norm; infinite where something is not finite or integers are not equal."""
+    """By norm; infinite if not finite, or for unequal integers."""
     if not wanted.is_floating_point():
         return 0.0 if torch.equal(got, wanted) else math.inf
     error = ((got.to(wanted.dtype) - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
@@ -441,11 +427,11 @@ def _relative_error(got: Tensor, wanted: Tensor) -> float:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median time of `call`: of 20 calls on CUDA, of 5 elsewhere, after two warm-up calls."""
+    """Median of 20 calls on CUDA, of 5 elsewhere, after two warm-up calls."""
     times = []
     for _ in range(22 if device.type == "cuda" else 7):
         if device.type == "cuda":
-            # By events, so that launch gaps count where the host is the bottleneck.
+            # Events count launch gaps where the host is the bottleneck.
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()

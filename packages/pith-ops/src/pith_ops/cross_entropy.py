@@ -5,14 +5,14 @@ For token t with target y, logits z = W h_t:
     loss_t = log(sum_v exp(z_v)) - z_y
     dz     = softmax(z) - onehot(y)         dh_t = dz W         dW = sum_t dz^T h_t
 
-With 32,768 tokens and 151,936 words the fp32 logits would take 20 GB, their gradient as much again.
+The fp32 logits of 32,768 tokens and 151,936 words would take 20 GB, their gradient as much again.
 Here `chunk_tokens` rows at a time are projected, turned into `dz` and used up: the forward computes
-both gradients for an upstream gradient of 1, the backward multiplies them by the scalar that comes
-in. The price: `dW` in the accumulation dtype lives from forward to backward.
+both gradients for an upstream gradient of 1, the backward scales them. The price: `dW` in the
+accumulation dtype, as are logits, softmax and loss, lives from forward to backward. `dz` is rounded
+to the operands' dtype for its two GEMMs.
 
-Logits, softmax, loss and `dW` are in the accumulation dtype; `dz` is rounded to the operands' dtype
-for its two GEMMs. The trap: the result is the *sum* of token losses; only the caller knows how many
-targets the global batch holds.
+The trap: the result is the *sum* of token losses; only the caller knows how many targets the global
+batch holds.
 """
 
 from collections.abc import Iterator
@@ -57,16 +57,14 @@ def token_cross_entropy(
 ) -> Tensor:
     """Loss of every token `[T]` in the accumulation dtype, 0 where ignored; no gradient."""
     _check_operands(hidden, weight, targets, chunk_tokens)
-    losses = [hidden.new_empty(0, dtype=accumulation_dtype(hidden.dtype))]
-    for rows, labels in _chunks(hidden, targets, chunk_tokens):
-        losses.append(_softmax_parts(rows, weight, labels, ignore_index)[0])
-    return torch.cat(losses)
+    chunks = _chunks(hidden, targets, chunk_tokens)
+    return torch.cat([_softmax_parts(rows, weight, y, ignore_index)[0] for rows, y in chunks])
 
 
 def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100
 ) -> Tensor:
-    """The same through full logits in the accumulation dtype and torch's cross-entropy."""
+    """The same through full logits in the accumulation dtype."""
     dtype = accumulation_dtype(hidden.dtype)
     logits = hidden.to(dtype) @ weight.to(dtype).t()
     return cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
@@ -96,16 +94,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product(grad_weight, grads.t(), rows)
             start += len(rows)
-            # Bound names would keep this chunk alive beside the logits of the next.
+            # Bound names would keep this chunk beside the logits of the next.
             del exponentials, grads
         ctx.gradients = grad_hidden, grad_weight
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, upstream: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         # Scaled in place: a copy of dW would double the largest buffer of the step.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
@@ -117,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _softmax_parts(
     rows: Tensor, weight: Tensor, labels: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One chunk `[C, H]` -> losses `[C]`, `exp(z - max)` `[C, V]` and its row sums `[C, 1]`."""
+    """`[C, H]` -> losses `[C]`, `exp(z - max)` `[C, V]` and its row sums `[C, 1]`."""
     ignored = labels == ignore_index
     logits = _product(rows, weight.t(), accumulation_dtype(rows.dtype))
     logits -= logits.amax(1, keepdim=True)
@@ -143,14 +139,13 @@ def _logit_gradients(
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """`a @ b` with the result in `dtype`, unrounded: CUDA's GEMM keeps its fp32 sums."""
+    """`a @ b` in `dtype`, unrounded: CUDA's GEMM keeps its fp32 sums."""
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b` in the dtype of `total`."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -162,14 +157,11 @@ def _chunks(hidden: Tensor, targets: Tensor, chunk_tokens: int) -> Iterator[tupl
 
 
 def _check_operands(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> None:
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+    fit = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
+    if not fit or targets.shape != hidden.shape[:1]:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}: expected [T, H] and "
-            "[V, H] with the same H"
-        )
-    if targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"targets {tuple(targets.shape)}: expected one per row of hidden, {hidden.shape[0]}"
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets "
+            f"{tuple(targets.shape)}: expected [T, H], [V, H] with the same H, [T], one per row"
         )
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: they must be equal")

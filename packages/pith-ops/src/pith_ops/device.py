@@ -1,9 +1,8 @@
-"""Facts about the machine an operator runs on: asked once, cached, never asked at import.
+"""Facts about the machine an operator runs on, never asked at import.
 
-An operator with several backends keeps a table of facts in its own file, one row per (backend,
-device column), beside the `match` that calls a backend. A device without a column (an older GPU, a
-consumer Blackwell, MPS) runs the plain torch references only. The trap: vendors print the peak with
-sparsity, twice what a training run can reach; here it is that of dense bf16.
+An operator with several backends keeps its table of facts, by backend and device column, beside the
+`match` that calls them. A device without a column (older GPUs, consumer Blackwell, MPS) runs plain
+torch references only. The trap: vendors print the peak with sparsity, twice what training reaches.
 """
 
 from enum import Enum
@@ -49,8 +48,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    # Vendor data sheets, dense. The first name contained in the device's name counts, so a variant
-    # stands before the plain part ("H100 PCIe" before "H100").
+    # Vendor data sheets. The first that the device's name contains counts: variants stand first.
     sheet = (
         ("H100 PCIe", 756e12),
         ("H100 NVL", 835e12),

@@ -3,7 +3,7 @@
 Words: R ranks share E experts, `E_local = E / R` each, in order. T tokens of this rank choose K
 experts each (`ids [T, K]`, -1 is "sent nowhere"). The way of one micro-batch:
 
-    sender    count_dispatch    rows and pairs for every rank: the first, small all-to-all
+    sender    count_dispatch    rows and pairs for every rank: a first, small all-to-all
               plan_dispatch     a token goes once to every rank holding one of its experts (N rows)
               send_weights      the routing weights travel beside it
     receiver  plan_experts      M rows received -> P (row, expert) pairs sorted by expert
@@ -12,15 +12,15 @@ experts each (`ids [T, K]`, -1 is "sent nowhere"). The way of one micro-batch:
     sender    sum_ranks         [N, H] returned -> [T, H]
 
 The gradient, sent as the tokens were, meets `weighted_partial_sums_backward`, the experts' dgrad,
-`sum_pairs`, and `sum_ranks` with `sum_rank_weights` at home. Sending a token once per rank instead
-of once per expert: top-8 of 128 experts on 8 ranks needs 5.3 rows per token instead of 8.
+`sum_pairs`, and `sum_ranks` with `sum_rank_weights` at home. Sending a token once per rank, not per
+expert, needs 5.3 rows per token instead of 8 for top-8 of 128 experts on 8 ranks.
 
 Every sum runs in the accumulation dtype in a fixed order (experts, then ranks ascending) and is
-rounded once: two runs agree bit for bit. The host never waits: sizes that depend on the data are
-arguments, which the caller has from the all-to-all of the counts.
+rounded once: two runs agree bit for bit. The host never waits: the caller passes the sizes that
+depend on the data, known from the all-to-all of the counts.
 
-The trap: "absent" is index -1, a valid Python index. Absent rows are masked, never multiplied by 0,
-because 0 times an uninitialised NaN is NaN.
+The trap: "absent" is -1, a valid Python index. Absent rows are masked, never multiplied by 0, since
+0 times an uninitialised NaN is NaN.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from pith_ops.grouped_linear import Groups
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DispatchPlan:
-    """What this rank sends: N rows ordered by destination rank, then by token."""
+    """What this rank sends: N rows by destination rank, then by token."""
 
     send_tokens: Tensor
     """`[N]` int32, token of each row."""
@@ -60,9 +60,9 @@ class ExpertPlan:
 
 
 def count_dispatch(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
-    """Count what goes to each rank: `ids [T, K]` -> `[R, 1 + E_local]` int64 on the device.
+    """`ids [T, K]` -> `[R, 1 + E_local]` int64: rows to each rank, then pairs per expert there.
 
-    Column 0 counts rows, the others pairs per local expert; a ValueError unless R divides E.
+    A ValueError unless R divides E.
     """
     rows = _needed_ranks(ids, num_experts, num_ranks).sum(0)
     # Not bincount: on CUDA it makes the host wait for the largest id.
@@ -73,10 +73,10 @@ def count_dispatch(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
 
 
 def plan_dispatch(ids: Tensor, num_experts: int, num_ranks: int, num_rows: int) -> DispatchPlan:
-    """Plan the sender's side of `ids [T, K]` int32; `num_rows` sums column 0 of the counts."""
+    """The sender's side of `ids [T, K]` int32; `num_rows` sums column 0 of the counts."""
     needed = _needed_ranks(ids, num_experts, num_ranks).t()
     num_tokens, local = ids.shape[0], num_experts // num_ranks
-    # Rank-major running count: the n-th row sent is where the count first reaches n.
+    # Rank-major running count: row n is where it first reaches n + 1.
     reached = needed.flatten().cumsum(0, dtype=torch.int32)
     token_rows = torch.where(needed, reached.view_as(needed) - 1, -1).t()
     rows = torch.arange(1, num_rows + 1, dtype=torch.int32, device=ids.device)
@@ -96,10 +96,10 @@ def send_weights(plan: DispatchPlan, weights: Tensor) -> Tensor:
 
 
 def plan_experts(received_ids: Tensor, num_local_experts: int, sizes: Sequence[int]) -> ExpertPlan:
-    """Plan the receiver's side of `received_ids [M, K]` int32, local, -1 for slots held elsewhere.
+    """The receiver's side of `received_ids [M, K]` int32, local, -1 for slots held elsewhere.
 
-    `sizes` are the pairs of each local expert on the host, the received counts summed over senders;
-    a ValueError if they cannot be.
+    `sizes` are the received pair counts of each local expert summed over senders, on the host; a
+    ValueError if they cannot be.
     """
     num_slots = received_ids.shape[1]
     if len(sizes) != num_local_experts or sum(sizes) > received_ids.numel():
@@ -110,7 +110,7 @@ def plan_experts(received_ids: Tensor, num_local_experts: int, sizes: Sequence[i
     groups = Groups.from_sizes(sizes, received_ids.device)
     absent = received_ids < 0
     experts = torch.where(absent, num_local_experts, received_ids).flatten()
-    # Slots are numbered row by row, so a stable sort by expert leaves rows ascending within one.
+    # Slots are numbered row by row: a stable sort leaves rows ascending within an expert.
     order = experts.argsort(stable=True)
     positions = torch.empty_like(experts)
     positions[order] = torch.arange(len(order), dtype=experts.dtype, device=experts.device)
@@ -125,20 +125,19 @@ def plan_experts(received_ids: Tensor, num_local_experts: int, sizes: Sequence[i
 
 
 def gather_rows(rows: Tensor, plan: ExpertPlan) -> Tensor:
-    """Received rows `[M, H]` -> rows in expert order `[P, H]`; its backward is `sum_pairs`."""
+    """Rows `[M, H]` -> rows in expert order `[P, H]`; its backward is `sum_pairs`."""
     return rows[plan.pair_rows]
 
 
 def sum_pairs(grad_pairs: Tensor, plan: ExpertPlan) -> Tensor:
-    """Backward of `gather_rows`: `[P, H]` -> `[M, H]`, experts ascending, rounded once."""
+    """Backward of `gather_rows`: `[P, H]` -> `[M, H]`."""
     return _sum_rows(grad_pairs, plan.row_pairs).to(grad_pairs.dtype)
 
 
 def weighted_partial_sums(outputs: Tensor, received_weights: Tensor, plan: ExpertPlan) -> Tensor:
-    """This rank's share of every received row, `sum over its experts of w_e y_e`: `[M, H]`.
+    """This rank's share of every row, `sum over its experts of w_e y_e`: `[P, H]` -> `[M, H]`.
 
-    `outputs [P, H]` are unweighted in expert order, `received_weights [M, K]` in the accumulation
-    dtype.
+    `received_weights [M, K]` are in the accumulation dtype.
     """
     weights = received_weights[plan.pair_rows, plan.pair_slots]
     return _sum_rows(outputs, plan.row_pairs, weights).to(outputs.dtype)
@@ -160,22 +159,22 @@ def weighted_partial_sums_backward(
 
 
 def sum_ranks(returned: Tensor, plan: DispatchPlan) -> Tensor:
-    """Partial sums as they were sent `[N, H]` -> `[T, H]`, zero for tokens sent nowhere.
+    """Rows as they were sent `[N, H]` -> `[T, H]`, zero for tokens sent nowhere.
 
-    It is also the backward of sending: the gradient of a token sums over the ranks it went to.
+    Adds partial sums, and in the backward of sending the gradients of a token's rows.
     """
-    # Rows of a token ascend with the rank, and a token has at most K of them however large R is.
+    # Rows of a token ascend with the rank; it has at most K of them however large R is.
     rows = _present_first(plan.token_rows)[:, : plan.send_ids.shape[1]]
     return _sum_rows(returned, rows).to(returned.dtype)
 
 
 def sum_rank_weights(grad_weights_rows: Tensor, plan: DispatchPlan) -> Tensor:
-    """Gradients of the weights sent `[N, K]` -> of the routing weights `[T, K]`, 0 for id -1."""
+    """Backward of `send_weights`: `[N, K]` -> `[T, K]`, 0 for id -1."""
     return sum_ranks(grad_weights_rows.masked_fill(plan.send_ids < 0, 0), plan)
 
 
 def _needed_ranks(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
-    """`[T, K]` ids -> `[T, R]` bool: whether rank r holds one of token t's experts."""
+    """`[T, K]` -> `[T, R]` bool: whether rank r holds one of token t's experts."""
     if num_ranks < 1 or num_experts % num_ranks:
         divisors = [r for r in range(1, num_experts + 1) if num_experts % r == 0]
         raise ValueError(
@@ -187,7 +186,7 @@ def _needed_ranks(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
 
 
 def _present_first(positions: Tensor) -> Tensor:
-    """Sort each row of `[A, B]` int32 positions ascending with the -1 entries behind."""
+    """Each row of `[A, B]` int32 ascending, the -1 entries behind."""
     last = torch.iinfo(positions.dtype).max
     ascending = positions.masked_fill(positions < 0, last).sort(1).values
     return ascending.masked_fill(ascending == last, -1)

@@ -6,9 +6,9 @@ Group g holds rows `offsets[g - 1] : offsets[g]`. Forward, dgrad and wgrad are o
     dx [P, in]      = dy [P, out] . W       per group
     dW [G, out, in] = dy^T . x              per group, zeros for a group without rows
 
-by torch's `grouped_mm` on CUDA in bf16, which reads the group ends on the device, and by a loop
-over the host sizes elsewhere. The trap: rows past the last group (padding) may hold NaN, and a
-grouped GEMM leaves their outputs unwritten. Here they are cut off and their outputs are zeros.
+by torch's `grouped_mm` on CUDA in bf16, which reads the offsets on the device, and by a loop over
+the host sizes elsewhere. The trap: rows past the last group (padding) may hold NaN, and a grouped
+GEMM leaves their outputs unwritten. Here they are cut off and their outputs are zeros.
 """
 
 from collections.abc import Sequence
@@ -26,26 +26,26 @@ from pith_ops.weight_grad import WeightGradEntry, WeightGradQueue, grouped_weigh
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Groups:
-    """How rows sorted by group divide into groups, known on the host and on the device."""
+    """How sorted rows divide into G groups."""
 
     sizes: tuple[int, ...]
-    """Rows of each of the G groups, on the host."""
+    """Rows of each group, on the host."""
     offsets: Tensor
     """`[G]` int32 on the device: end row of each group."""
 
     @property
     def total(self) -> int:
-        """Rows covered by the groups."""
+        """Rows of all groups."""
         return sum(self.sizes)
 
     @classmethod
     def from_sizes(cls, sizes: Sequence[int], device: torch.device | str) -> "Groups":
-        """Groups of these sizes (a ValueError if negative), their offsets copied without a wait."""
+        """Groups of these sizes; a ValueError if one is negative."""
         if any(size < 0 for size in sizes):
             raise ValueError(f"sizes: {list(sizes)} has a negative group size; sizes count rows")
         offsets = torch.tensor(list(accumulate(sizes)), dtype=torch.int32)
         if torch.device(device).type == "cuda":
-            # A copy from pageable memory would make the host wait for the device.
+            # From pageable memory the copy would make the host wait for the device.
             offsets = offsets.pin_memory()
         return cls(sizes=tuple(sizes), offsets=offsets.to(device, non_blocking=True))
 
@@ -55,15 +55,15 @@ def grouped_linear(
 ) -> Tensor:
     """`x [P, in]` in group order, P >= `groups.total`, `weight [G, out, in]` -> `[P, out]`.
 
-    Groups may be empty. `weight_grads` takes the weight gradient, None leaves it to autograd. A
-    ValueError says which shapes or dtypes do not fit, or what `grouped_mm` cannot take.
+    `weight_grads` takes the weight gradient, None leaves it to autograd. A ValueError says which
+    shapes or dtypes do not fit.
     """
     _check_operands(x, weight, groups)
     return _GroupedLinear.apply(x, weight, groups, weight_grads)
 
 
 def grouped_linear_reference(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """The same, differentiable by autograd, one product per group."""
+    """The same by autograd, one product per group."""
     rows = x[: groups.total].split(groups.sizes)
     outputs = [r @ w.t() for r, w in zip(rows, weight, strict=True)]
     return torch.cat([*outputs, x.new_zeros(x.shape[0] - groups.total, weight.shape[1])])
@@ -80,20 +80,18 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_output = grad_output.contiguous()
+        groups, grad = ctx.groups, grad.contiguous()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = _grouped_product(grad_output, weight, ctx.groups)
-        if ctx.needs_input_grad[1]:
-            if ctx.weight_grads is None:
-                grad_weight = grouped_weight_grad(x, grad_output, ctx.groups)
-            else:
-                entry = WeightGradEntry(
-                    weight=weight, input=x.detach(), grad_output=grad_output, groups=ctx.groups
-                )
-                ctx.weight_grads.push(entry)
+            grad_x = _grouped_product(grad, weight, groups)
+        if ctx.needs_input_grad[1] and ctx.weight_grads is None:
+            grad_weight = grouped_weight_grad(x, grad, groups)
+        elif ctx.needs_input_grad[1]:
+            ctx.weight_grads.push(
+                WeightGradEntry(weight=weight, input=x.detach(), grad_output=grad, groups=groups)
+            )
         return grad_x, grad_weight, None, None
 
 

@@ -3,9 +3,8 @@
     y = x W^T + b        dx = dy W        dW = dy^T x        db = sum over rows of dy
 
 Without a queue this is torch's own linear. With one, the backward returns `dx` and `db` and pushes
-the facts of `dW` to the queue (`weight_grad.py` says why). The trap: autograd then reports no
-gradient for the weight, not even zeros, and a computed weight (a cast, a slice) is refused, since
-it could not receive what comes later.
+the facts of `dW` (`weight_grad.py` says why). The trap: autograd then reports no gradient for the
+weight, not even zeros, and a computed weight (a cast, a slice) could not receive what comes later.
 """
 
 from typing import Any
@@ -26,8 +25,8 @@ def linear(
 ) -> Tensor:
     """`x [..., in]` times `weight [out, in]` transposed, plus `bias [out]`: `[..., out]`.
 
-    `weight_grads` takes the weight gradient, None computes it in the backward. A ValueError refuses
-    to defer that of a weight that is not a leaf.
+    `weight_grads` takes the weight gradient, None leaves it to autograd. A ValueError refuses to
+    defer that of a weight that is not a leaf.
     """
     if weight_grads is None or not (weight.requires_grad and torch.is_grad_enabled()):
         return functional.linear(x, weight, bias)
@@ -50,7 +49,7 @@ class _DeferredLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         entry = WeightGradEntry(weight=weight, input=x.detach(), grad_output=grad, groups=None)
         ctx.queue.push(entry)

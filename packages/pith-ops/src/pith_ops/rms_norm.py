@@ -2,12 +2,12 @@
 
     rstd = 1 / sqrt(mean(x^2) + eps)      y = weight * (x * rstd)      over the last dim, size H
 
-Squares, mean and `x * rstd` are in the accumulation dtype. The trap: the normalised value is
-rounded to x's dtype *before* it meets the weight, as in the released models; torch's own `rms_norm`
-rounds once, and in bf16 a third of its outputs differ in the last bit.
+The trap: `x * rstd`, from the accumulation dtype, is rounded to x's dtype *before* it meets the
+weight, as in the released models. torch rounds once: in bf16 a third of its outputs differ in the
+last bit.
 
-Plain autograd would keep three tensors of x's shape, two of them in fp32. Kept here: x, the weight
-and rstd (one number per row). With `n = x * rstd` and `g = weight * dy`:
+Plain autograd would keep three tensors of x's shape, two in fp32. Kept here: x, the weight and rstd
+(one number per row). With `n = x * rstd` and `g = weight * dy`:
 
     dx = rstd * (g - n * mean(g * n))        d_weight = sum over rows of dy * n
 """
@@ -22,7 +22,7 @@ from pith_ops.device import accumulation_dtype
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dim of `x [..., H]` and scale it by `weight [H]`; x's shape and dtype."""
+    """Normalise the last dim of `x [..., H]`, times `weight [H]`; x's shape and dtype."""
     if weight.shape != x.shape[-1:]:
         raise ValueError(
             f"rms_norm: weight has shape {list(weight.shape)}; "
@@ -51,7 +51,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         grad_x = grad_weight = None
         normalised = x.to(rstd.dtype) * rstd

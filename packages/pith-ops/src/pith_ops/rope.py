@@ -1,15 +1,14 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), half-split layout.
 
-Pair i of a head's vector consists of elements i and i + D/2 (Hugging Face's "rotate half"; the
-paper pairs neighbours 2i and 2i + 1 instead), and is rotated by the phase `position * inv_freq[i]`:
+Elements i and i + D/2 of a head (Hugging Face's "rotate half"; the paper pairs neighbours 2i and
+2i + 1 instead) are rotated by the phase `position * inv_freq[i]`:
 
     inv_freq[i] = theta ** (-2i / D)
     out[i]       = x[i] * cos - x[i + D/2] * sin
     out[i + D/2] = x[i + D/2] * cos + x[i] * sin
 
-Positions are given, never assumed: packed documents count from 0 in each. The trap: bf16 cannot
-represent all positions above 256, so phases, cosine, sine and rotation are in fp32 or wider, and
-the result is rounded once.
+Positions are given: packed documents count from 0 in each. The trap: bf16 cannot represent all
+positions above 256, so phases and rotation are in fp32 or wider, rounded once at the end.
 """
 
 import torch
@@ -31,15 +30,15 @@ def rope_frequencies(
 
 
 def rope_table(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the phases of `positions [T]`: `[T, D/2]` in the dtype of `inv_freq`."""
+    """Cosine and sine for `positions [T]`: `[T, D/2]` in the dtype of `inv_freq`."""
     phases = positions.to(inv_freq.dtype)[:, None] * inv_freq
     return phases.cos(), phases.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x [T, h, D]` by the table `cos, sin [T, D/2]`; same shape and dtype as `x`.
+    """Rotate `x [T, h, D]` by `cos, sin [T, D/2]`; shape and dtype of `x`.
 
-    Plain torch: for the backward autograd keeps the table only, never `x`.
+    For the backward autograd keeps the table only, never `x`.
     """
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]

@@ -1,13 +1,13 @@
 """SwiGLU (Shazeer 2020, arXiv 2002.05202): `silu(gate) * up` with `silu(z) = z * sigmoid(z)`.
 
-One GEMM makes gate and up together, `gate_up [..., 2I] = [gate | up]`. Plain autograd would keep
-`silu(gate)` besides `gate_up`, half as much memory again on the widest activations of the model;
-here the backward computes it once more and writes both halves into one buffer:
+One GEMM makes `gate_up [..., 2I] = [gate | up]`. Plain autograd would keep `silu(gate)` besides,
+half as much memory again on the widest activations of the model; here the backward computes it once
+more and writes both halves into one buffer:
 
     d_up = dy * silu(gate)        d_gate = dy * up * s * (1 + gate * (1 - s)),  s = sigmoid(gate)
 
-The trap: `silu(gate)` is rounded to the tensor's dtype before the product, as Hugging Face's models
-do it, so that bf16 outputs are bit-equal to theirs.
+The trap: `silu(gate)` is rounded before the product, as in Hugging Face's models, so that bf16
+outputs are bit-equal to theirs.
 """
 
 from typing import Any

@@ -1,14 +1,13 @@
-"""Weight gradients computed later: a queue that backward passes push to and a schedule drains.
+"""Weight gradients for later: a queue that backward passes push to and a schedule drains.
 
 For `y = x W^T` the backward has two halves of equal cost. Only one is on the critical path:
 
     dgrad   dx = dy W          the layer below waits for it
     wgrad   dW = dy^T x        nobody waits for it before the step's reduction
 
-With a `WeightGradQueue` the backward of `linear` or `grouped_linear` returns `dx`, pushes the facts
-of `dW` and leaves it to whoever owns the queue: a zero-bubble pipeline runs the entries in its
-bubbles (Qi et al., arXiv 2401.10241), an overlapped one under an all-to-all. The price is memory:
-an entry keeps `x` and `dy` alive until it has run.
+With a `WeightGradQueue` the backward of `linear` or `grouped_linear` returns `dx` and pushes the
+facts of `dW`: a zero-bubble pipeline runs the entries in its bubbles (Qi et al., arXiv 2401.10241),
+an overlapped one under an all-to-all. The price: an entry keeps `x` and `dy` until it has run.
 
 The trap: autograd never sees these gradients, and hooks on the parameter do not fire. They are
 added into `weight.grad`, which may be a preset fp32 buffer while the weight is bf16: drain the
@@ -32,27 +31,26 @@ class WeightGradEntry:
     """The facts of one deferred weight gradient."""
 
     weight: Tensor
-    """Leaf `[out, in]`, or `[G, out, in]` with groups, whose `.grad` receives the sum."""
+    """Leaf `[out, in]`, with groups `[G, out, in]`, whose `.grad` receives the sum."""
     input: Tensor
-    """`[..., in]`, or `[P, in]` in group order, detached."""
+    """`[..., in]`, with groups `[P, in]`, detached."""
     grad_output: Tensor
-    """`[..., out]`, or `[P, out]` in group order."""
+    """`[..., out]`, with groups `[P, out]`."""
     groups: "Groups | None"
-    """Rows of each group of a grouped weight, None for a dense one."""
+    """None for a dense weight."""
 
 
 class WeightGradQueue:
-    """Deferred weight gradients of one backward, run first in, first out."""
+    """Deferred weight gradients, run first in, first out."""
 
     def __init__(self) -> None:
         self._entries: deque[WeightGradEntry] = deque()
 
     def __len__(self) -> int:
-        """Number of entries not run yet."""
         return len(self._entries)
 
     def push(self, entry: WeightGradEntry) -> None:
-        """Add an entry; a ValueError refuses a weight that is no leaf or requires no gradient."""
+        """Add an entry; a ValueError refuses a weight that cannot hold a gradient."""
         if not (entry.weight.is_leaf and entry.weight.requires_grad):
             raise ValueError(
                 "weight: a deferred weight gradient needs a leaf that requires a gradient, got "
@@ -62,7 +60,7 @@ class WeightGradQueue:
         self._entries.append(entry)
 
     def run_oldest(self) -> None:
-        """Run the oldest entry, whose operands are free afterwards; a RuntimeError if empty."""
+        """Run and drop the oldest entry; a RuntimeError if there is none."""
         if not self._entries:
             raise RuntimeError("run_oldest: the weight gradient queue is empty; check len() first")
         add_weight_grad(self._entries.popleft())
@@ -75,7 +73,7 @@ class WeightGradQueue:
 
 @torch.no_grad()
 def add_weight_grad(entry: WeightGradEntry) -> None:
-    """Add an entry's gradient into `entry.weight.grad` in that buffer's dtype; set it if absent."""
+    """Add an entry's gradient into `weight.grad` in that buffer's dtype; set it if absent."""
     weight, groups = entry.weight, entry.groups
     if groups is None:
         gradient = dense_weight_grad(entry.input, entry.grad_output)
@@ -88,12 +86,12 @@ def add_weight_grad(entry: WeightGradEntry) -> None:
 
 
 def dense_weight_grad(input: Tensor, grad_output: Tensor) -> Tensor:
-    """`dy^T x`: `[..., in]` and `[..., out]` -> `[out, in]`, summed over all leading dims."""
+    """`dy^T x`: `[..., in]`, `[..., out]` -> `[out, in]`, summed over the leading dims."""
     return grad_output.flatten(0, -2).t() @ input.flatten(0, -2)
 
 
 def grouped_weight_grad(input: Tensor, grad_output: Tensor, groups: "Groups") -> Tensor:
-    """`dy_g^T x_g` of every group: `[P, in]`, `[P, out]` -> `[G, out, in]`, zeros without rows."""
+    """`dy_g^T x_g`: `[P, in]`, `[P, out]` -> `[G, out, in]`, zeros for a group without rows."""
     input, grad_output = input[: groups.total], grad_output[: groups.total]
     if input.is_cuda and input.dtype == torch.bfloat16 and groups.total > 0:
         return grouped_mm(grad_output.t(), input, offs=groups.offsets)

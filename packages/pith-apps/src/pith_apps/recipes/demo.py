@@ -1,9 +1,8 @@
 """`demo`: the whole system on whatever machine this is, in about two minutes.
 
-A small Qwen3-MoE learns the source code of Python's standard library: real text that is always
-there. On a CPU it runs pipeline and expert parallelism in four gloo processes (pp2 x ep2); on GPUs
-it uses one, two (ep2) or four (pp2 x ep2) of them. A unigram model reaches 79% of the loss of a
-uniform guess, so a held-out loss below 75% of its first value shows that context is used; the 100
+A small Qwen3-MoE learns the source code of Python's standard library: real text, always there. On a
+CPU four gloo processes run pipeline and expert parallelism. A unigram model reaches 79% of the loss
+of a uniform guess, so a held-out loss below 75% of its first value shows that context is used; 100
 steps on a CPU reach about 70%.
 """
 
@@ -13,17 +12,11 @@ from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import MeshConfig
 from pith_models.qwen3_moe import Qwen3MoeConfig
 
-from pith_apps.config import (
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    RunConfig,
-    TrainConfig,
-)
+from pith_apps.config import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig, TrainConfig
 
 
 def demo() -> RunConfig:
-    """The demo for this machine: mesh, device and dtype follow the GPUs that it shows."""
+    """The demo for this machine: mesh, steps, device and dtype follow its GPUs."""
     num_gpus = torch.cuda.device_count()
     return RunConfig(
         name="demo",
@@ -46,14 +39,10 @@ def demo() -> RunConfig:
 
 
 def demo_mesh(num_gpus: int) -> MeshConfig:
-    """One GPU alone, two share experts, four or more (and a CPU) run pipeline and experts."""
-    match num_gpus:
-        case 1:
-            return MeshConfig()
-        case 2 | 3:
-            return MeshConfig(ep=2)
-        case _:
-            return MeshConfig(pp=2, ep=2)
+    """One GPU alone, two share experts, four (and a CPU) run a pipeline of such pairs."""
+    if num_gpus == 1:
+        return MeshConfig()
+    return MeshConfig(ep=2) if num_gpus in (2, 3) else MeshConfig(pp=2, ep=2)
 
 
 def demo_model() -> Qwen3MoeConfig:

@@ -1,18 +1,19 @@
 """Recipes: Python functions that return a `RunConfig`, built in or in a file of the user's.
 
-A built-in recipe is one function in one file of this folder and one arm of `load_recipe`. A user's
-recipe is a path to a Python file with exactly one public function `def ...() -> RunConfig`; it
-usually starts from a built-in one with `dataclasses.replace`.
+A built-in recipe is a function in a file of this folder and an arm of `load_recipe`. A user's file
+holds one public function `def ...() -> RunConfig`, which usually starts from a built-in one with
+`dataclasses.replace`.
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from runpy import run_path
 from traceback import extract_tb
 from typing import get_type_hints
+
+from pith_engine.violations import raise_violations, type_violations
 
 from pith_apps.config import RunConfig
 from pith_apps.recipes.demo import demo
@@ -22,13 +23,11 @@ BUILT_IN_RECIPES = ("demo", "qwen3-30b-a3b", "qwen3-30b-a3b-tiny")
 
 
 def load_recipe(name: str) -> RunConfig:
-    """The configuration of a built-in recipe, or of the recipe in a Python file.
-
-    Args:
-        name: one of `BUILT_IN_RECIPES`, or the path of a `.py` file.
+    """The configuration of a recipe, `name` one of `BUILT_IN_RECIPES` or the path of a `.py` file.
 
     Raises:
-        ValueError: no such recipe or file, not exactly one recipe in the file, or it fails.
+        ValueError: no such recipe or file, not exactly one recipe in the file, it fails, or fields
+            hold values of other types than theirs.
     """
     match name:
         case "demo":
@@ -48,11 +47,10 @@ def load_recipe(name: str) -> RunConfig:
 
 
 def _recipe_of_file(path: Path) -> RunConfig:
-    """Run a file and call the one recipe that it defines."""
     if not path.is_file():
         raise ValueError(f"recipe is {str(path)!r}: there is no such file")
     run_name = f"pith_recipe_{path.stem}"
-    with _named_faults(path):
+    try:
         recipes = [
             item
             for name, item in run_path(str(path), run_name=run_name).items()
@@ -61,28 +59,21 @@ def _recipe_of_file(path: Path) -> RunConfig:
             and not name.startswith("_")
             and get_type_hints(item).get("return") is RunConfig
         ]
-    if len(recipes) != 1:
-        names = ", ".join(recipe.__name__ for recipe in recipes) or "none"
-        raise ValueError(
-            f"recipe {str(path)!r} must hold exactly one public function annotated "
-            f"`-> RunConfig`; found: {names}"
-        )
-    with _named_faults(path):
-        config = recipes[0]()
-    if not isinstance(config, RunConfig):
-        raise ValueError(f"recipe {path}: {recipes[0].__name__} returns {config!r}, no RunConfig")
-    return config
-
-
-@contextmanager
-def _named_faults(path: Path) -> Iterator[None]:
-    """Turn whatever the file raises into a ValueError that names its line."""
-    try:
-        yield
-    except Exception as error:
+        config = recipes[0]() if len(recipes) == 1 else None
+    except Exception as error:  # whatever the file raises, named by the file's line
         frames = extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         if isinstance(error, SyntaxError):
             lines = lines or [error.lineno]
         place = f"{path}:{lines[-1]}" if lines else path
         raise ValueError(f"recipe {place}: {type(error).__name__}: {error}") from error
+    if len(recipes) != 1:
+        names = ", ".join(recipe.__name__ for recipe in recipes) or "none"
+        raise ValueError(
+            f"recipe {str(path)!r} must hold exactly one public function annotated "
+            f"`-> RunConfig`; found: {names}"
+        )
+    if not isinstance(config, RunConfig):
+        raise ValueError(f"recipe {path}: {recipes[0].__name__} returns {config!r}, no RunConfig")
+    raise_violations(type_violations(asdict(config), RunConfig, ""), f"recipe {path}")
+    return config

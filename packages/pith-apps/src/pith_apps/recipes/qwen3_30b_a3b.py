@@ -1,9 +1,8 @@
 """`qwen3-30b-a3b`: pretraining at the released sizes of Qwen3-30B-A3B, and a tiny form of it.
 
-Sizes: the `config.json` of Qwen/Qwen3-30B-A3B-Base on Hugging Face (30.5 B parameters, 3.3 B
-active). Eight GPUs share the experts; nothing crosses a pipeline, so DualPipeV only overlaps the
-experts' all-to-alls with compute. Per GPU the fp32 state of AdamW takes 61 GB, the gathered experts
-and their fp32 gradients 22 GB.
+Sizes: `config.json` of Qwen/Qwen3-30B-A3B-Base on Hugging Face (30.5 B parameters, 3.3 B active).
+Eight GPUs share the experts; without a pipeline DualPipeV only overlaps the experts' all-to-alls
+with compute. Per GPU AdamW's fp32 state takes 61 GB, gathered experts and fp32 gradients 22 GB.
 """
 
 from dataclasses import replace
@@ -16,8 +15,7 @@ from pith_apps.config import CheckpointConfig, DataConfig, EvaluationConfig, Run
 
 
 def qwen3_30b_a3b() -> RunConfig:
-    """Released sizes on eight GPUs; give it data with `--data.training`, `--data.held-out` and
-    `--data.tokenizer`."""
+    """Released sizes on eight GPUs; give it `--data.training`, `.held-out` and `.tokenizer`."""
     return RunConfig(
         name="qwen3-30b-a3b",
         model=Qwen3MoeConfig(
@@ -44,7 +42,7 @@ def qwen3_30b_a3b() -> RunConfig:
 
 
 def qwen3_30b_a3b_tiny() -> RunConfig:
-    """The same recipe with every size cut down, on a CPU: same structure, trains in seconds."""
+    """The same structure with every size cut down: trains on a CPU in seconds."""
     full = qwen3_30b_a3b()
     return replace(
         full,

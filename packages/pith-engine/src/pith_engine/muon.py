@@ -1,0 +1,224 @@
+"""Muon for matrices, AdamW for the rest (Jordan, kellerjordan.github.io/posts/muon).
+
+For a matrix w [R, C] with gradient g, momentum m and mu = `momentum`:
+
+    m <- mu m + (1 - mu) g          u = (1 - mu) g + mu m                            (Nesterov)
+    x <- u / |u|,  then 5 times  x <- a x + (b s + c s^2) x  with  s = x x^T    (Newton-Schulz)
+    w <- w - lr * wd * w - lr * 0.2 * sqrt(max(R, C)) * x               (arXiv 2502.16982, eq. 4)
+
+x comes close to the orthogonal factor of u, whose elements have the RMS 1 / sqrt(max(R, C)): the
+scale makes it 0.2, that of AdamW's updates, so AdamW's learning rate and decay carry over.
+torch.optim.Muon (`match_rms_adamw`) is the oracle for one matrix. It iterates in bf16 whatever the
+model is; here x has the dtype that layers compute in, so meshes compare exactly in float64.
+
+A matrix is a canonical one: gate and up apart, every expert apart (`Role.uses_muon` says which
+parameters). Whole matrices on a rank, such as experts, are updated there. One whose rows or columns
+lie on several ranks of its parameter's axis has an owner among them; for one chunk of matrices:
+
+    1. every rank: u of its pieces   --all-to-all-->   owners
+    2. owners: x, of matrices of one shape together
+    3. x   --all-to-all-->   every rank: its pieces of w
+
+A chunk bounds what is in memory beside the state. The trap: collectives must match on all ranks
+whatever they hold, so chunks and owners follow from shapes alone, and empty pieces take part.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod, sqrt
+
+import torch
+from torch import Tensor
+
+from pith_engine.fsdp import ShardedParameter, blocks_of_rank, canonical_blocks, cut_block
+from pith_engine.mesh import Axis
+from pith_engine.optim import AdamW, OptimizerConfig, check_optimizer
+from pith_engine.runtime import all_to_all
+
+DEFAULT_MOMENTUM = 0.95
+"""As in torch.optim.Muon."""
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""The quintic's coefficients (Jordan), which raise small singular values fastest."""
+NUM_ITERATIONS = 5
+SMALLEST_NORM = 1e-7
+"""A smaller u is divided by this instead of its norm (Jordan); zero stays zero."""
+UPDATE_RMS = 0.2
+"""RMS of an element of AdamW's update in training (arXiv 2502.16982, section 2.2)."""
+CHUNK_ELEMENTS = 2**25
+"""Elements that a rank owns at a time: 64 MiB in bf16, of which the iteration holds a few copies;
+yet 21 experts of 768 x 2048, so that a matrix product takes longer than its launch."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Piece:
+    """This rank's part, maybe nothing, of one canonical matrix; or a stack of whole ones."""
+
+    shard: Tensor
+    grad: Tensor
+    momentum: Tensor
+    shape: tuple[int, int]
+    """[R, C] of a whole matrix."""
+    places: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    """Offsets and shape of the piece of each rank of the axis; nothing for whole matrices."""
+
+    def direction(self, mu: float) -> Tensor:
+        """u, in the master dtype; once a step, because it updates the momentum."""
+        self.momentum.lerp_(self.grad, 1 - mu)
+        return self.grad.lerp(self.momentum, mu)
+
+    def update(self, x: Tensor, lr: float, weight_decay: float) -> None:
+        """One step of w along x."""
+        scale = UPDATE_RMS * sqrt(max(self.shape))
+        self.shard.mul_(1 - lr * weight_decay).add_(x, alpha=-lr * scale)
+
+
+class Muon:
+    """The optimizer of one rank: Muon for the roles that use it, AdamW for the others."""
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        config: OptimizerConfig,
+        *,
+        chunk_elements: int = CHUNK_ELEMENTS,
+    ):
+        """Allocate all state and assign matrices to ranks; ValueErrors of `check_optimizer`."""
+        check_optimizer(parameters, config)
+        self.num_steps = 0
+        self._matrices = [p for p in parameters if p.role.uses_muon]
+        self._rest = AdamW([p for p in parameters if not p.role.uses_muon], config)
+        self._momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
+        self._weight_decay = config.weight_decay
+        self._moments = {p.name: {"momentum": torch.zeros_like(p.shard)} for p in self._matrices}
+        # The dtype of x; one for all, because no role that uses Muon keeps the master dtype.
+        self._dtype = self._matrices[0].full.dtype if self._matrices else torch.float32
+        self._local: list[_Piece] = []
+        spread: dict[Axis, list[_Piece]] = {}
+        for parameter in self._matrices:
+            momentum = self._moments[parameter.name]["momentum"]
+            for piece in _pieces(parameter, momentum, chunk_elements):
+                if piece.places:
+                    spread.setdefault(parameter.axis, []).append(piece)
+                elif piece.shard.numel():
+                    self._local.append(piece)
+        self._chunks = [
+            (axis, owned_by)
+            for axis, pieces in spread.items()
+            for owned_by in _assign(pieces, axis.size, chunk_elements)
+        ]
+        pieces = [m for _, owned_by in self._chunks for owned in owned_by for m in owned]
+        held = sum(piece.shard.numel() for piece in self._local + pieces)
+        assert held == sum(p.shard.numel() for p in self._matrices), "each element in one matrix"
+
+    def groups(self) -> dict[str, list[ShardedParameter]]:
+        """The matrices under `muon`, the others under `adamw`."""
+        return {"muon": self._matrices, **self._rest.groups()}
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Stored name -> `momentum`, or AdamW's; the live tensors, shaped like the shard."""
+        return {**self._moments, **self._rest.moments()}
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update all shards from their gradients; all ranks of every parameter's axis call it."""
+        self._rest.num_steps = self.num_steps
+        self._rest.step(lr)
+        self.num_steps += 1
+        for piece in self._local:
+            x = orthogonalise(piece.direction(self._momentum).to(self._dtype))
+            piece.update(x, lr, self._weight_decay)
+        for axis, owned_by in self._chunks:
+            self._step_spread(axis, owned_by, lr)
+
+    def _step_spread(self, axis: Axis, owned_by: list[list[_Piece]], lr: float) -> None:
+        """One chunk: for each rank of the axis the matrices it owns, those of a shape in a row."""
+        held = [piece for owned in owned_by for piece in owned]
+        sent_sizes = [sum(m.shard.numel() for m in owned) for owned in owned_by]
+        mine, ranks = owned_by[axis.rank], range(axis.size)
+        received_sizes = [sum(prod(m.places[rank][1]) for m in mine) for rank in ranks]
+        # 1. u of the pieces, sorted by owner; it arrives sorted by holder.
+        sent = torch.empty(sum(sent_sizes), dtype=self._dtype, device=held[0].shard.device)
+        received = sent.new_empty(sum(received_sizes))
+        outgoing = _views(sent, [piece.shard for piece in held])
+        for piece, view in zip(held, outgoing, strict=True):
+            view.copy_(piece.direction(self._momentum))
+        all_to_all(received, sent, received_sizes, sent_sizes, axis)
+        # 2. x of whole matrices; blocks are views of them, in the order of arrival.
+        shapes = [(shape, len(list(group))) for shape, group in groupby(m.shape for m in mine)]
+        stacks = [sent.new_empty(count, *shape) for shape, count in shapes]
+        wholes = [whole for stack in stacks for whole in stack]
+        blocks = [
+            cut_block(whole, *piece.places[rank])
+            for rank in ranks
+            for piece, whole in zip(mine, wholes, strict=True)
+        ]
+        incoming = _views(received, blocks)
+        for block, view in zip(blocks, incoming, strict=True):
+            block.copy_(view)
+        for stack in stacks:
+            stack.copy_(orthogonalise(stack))
+        # 3. The same way back.
+        for block, view in zip(blocks, incoming, strict=True):
+            view.copy_(block)
+        all_to_all(sent, received, sent_sizes, received_sizes, axis)
+        for piece, view in zip(held, outgoing, strict=True):
+            piece.update(view, lr, self._weight_decay)
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """Newton-Schulz on each matrix of `[n, R, C]`: singular values come to about 0.7 to 1.2."""
+    a, b, c = NEWTON_SCHULZ
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    # Not `vector_norm`, whose fp32 on a CPU is inexact for many elements (see `global_norm`).
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = x.square().sum((-2, -1), keepdim=True, dtype=wide).sqrt()
+    x = x / norm.clamp(min=SMALLEST_NORM).to(x.dtype)
+    for _ in range(NUM_ITERATIONS):
+        s = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Consecutive parts of a flat buffer, shaped like the tensors, which fill it."""
+    parts = buffer.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _pieces(parameter: ShardedParameter, momentum: Tensor, chunk_elements: int) -> Iterator[_Piece]:
+    """This rank's stacks of whole matrices, cut to `chunk_elements`, and pieces of spread ones."""
+    assert parameter.shard.dim() in (2, 3), f"{parameter.name}: a matrix or a stack of matrices"
+    tensors = parameter.shard, parameter.grad, momentum
+    mine = zip(*(canonical_blocks(parameter, tensor) for tensor in tensors), strict=True)
+    ranks = range(parameter.axis.size)
+    theirs = zip(*(blocks_of_rank(parameter, rank) for rank in ranks), strict=True)
+    for blocks, holders in zip(mine, theirs, strict=True):
+        rows, cols = blocks[0].global_shape[-2:]
+        parts = [b.tensor if b.tensor.dim() == 3 else b.tensor[None] for b in blocks]
+        places = [(holder.offsets[-2:], tuple(holder.tensor.shape[-2:])) for holder in holders]
+        if all(h.tensor.shape[-2:] == (rows, cols) for h in holders if h.tensor.numel()):
+            places = []
+            parts = [part.split(max(1, chunk_elements // (rows * cols))) for part in parts]
+        for shard, grad, moment in zip(*parts, strict=True):
+            yield _Piece(shard=shard, grad=grad, momentum=moment, shape=(rows, cols), places=places)
+
+
+def _assign(pieces: list[_Piece], num_ranks: int, chunk_elements: int) -> list[list[list[_Piece]]]:
+    """Chunks of owners: the dearest matrix goes to the rank with the least work so far.
+
+    A chunk is full when that rank would own more than `chunk_elements`, one matrix excepted.
+    """
+    chunks: list[list[list[_Piece]]] = []
+    costs, sizes = [0] * num_ranks, [0] * num_ranks
+    for piece in sorted(pieces, key=lambda m: (-prod(m.shape) * min(m.shape), m.shape)):
+        size = prod(piece.shape)
+        owner = min(range(num_ranks), key=costs.__getitem__)
+        if not chunks or (sizes[owner] and sizes[owner] + size > chunk_elements):
+            chunks.append([[] for _ in range(num_ranks)])
+            costs, sizes, owner = [0] * num_ranks, [0] * num_ranks, 0
+        chunks[-1][owner].append(piece)
+        costs[owner] += size * min(piece.shape)
+        sizes[owner] += size
+    return chunks

@@ -1,0 +1,53 @@
+"""What is wrong with a configuration: lines, each beginning with the field's full path.
+
+Every configuration has a method `violations() -> list[str]` (`optim.eps = -1.0: above 0 and
+finite`). A command collects those of the whole tree before it starts; whoever uses a configuration
+refuses it through `raise_violations`, so that a library user meets the same lines. The trap: a
+check inside `__post_init__` would end alone, before the rest of the tree exists.
+"""
+
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def raise_violations(violations: Sequence[str], what: str) -> None:
+    """One ValueError, `what` and a line for each violation; nothing when there is none."""
+    if violations:
+        raise ValueError(f"{what}:" + "".join(f"\n  - {violation}" for violation in violations))
+
+
+def type_violations(values: Any, annotation: Any, path: str) -> list[str]:
+    """Where a tree of dataclasses, which Python does not check, holds a value of another type.
+
+    `values` is the tree as `asdict` gives it. Literals, unions, tuples and nested dataclasses are
+    looked into; an int serves as a float, a bool not as a number.
+    """
+    hints = get_type_hints(annotation) if is_dataclass(annotation) else {}
+    if hints and isinstance(values, dict) and values.keys() == hints.keys():
+        prefix = f"{path}." if path else ""
+        return [
+            line
+            for name, value in values.items()
+            for line in type_violations(value, hints[name], prefix + name)
+        ]
+    if _has_type(values, annotation):
+        return []
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return [f"{path} is {values!r}, of type {type(values).__name__}: allowed is {name}"]
+
+
+def _has_type(value: Any, annotation: Any) -> bool:
+    origin, members = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return any(not type_violations(value, member, "") for member in members)
+    if origin is Literal:
+        return any(type(value) is type(member) and value == member for member in members)
+    if origin is tuple and isinstance(value, tuple):
+        kinds = members[:1] * len(value) if members[-1] is ... else members
+        return len(kinds) == len(value) and all(map(_has_type, value, kinds))
+    if annotation in (int, float) and isinstance(value, bool):
+        return False
+    kind = (int, float) if annotation is float else origin or annotation
+    return isinstance(value, kind)
