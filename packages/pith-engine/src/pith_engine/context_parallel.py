@@ -19,9 +19,8 @@ rank expands its heads, again in the backward.
 A sliding window needs no round: a block fetches the `window - 1` keys before it, wherever they lie,
 and returns their gradients.
 
-The trap: sums run in the order of the ring, which differs by rank but not from run to run; and all
-ranks of the axis must issue these exchanges in one order, which they do because they share a
-pipeline stage.
+The trap: all ranks of the axis must issue these exchanges in one order, which they do because they
+share a pipeline stage.
 """
 
 from collections.abc import Iterator

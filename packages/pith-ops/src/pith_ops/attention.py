@@ -297,18 +297,10 @@ def attention_forward(
             )
             return out.transpose(1, 2), lse.squeeze(-1)
         case AttentionBackend.FLASH if query.is_cuda:
-            settings, lengths = _flash_settings(scale, visibility), (query.shape[1], key.shape[1])
-            q, k, v = _flash_rows((query, key, value), visibility)
+            rows = _flash_rows((query, key, value), visibility)
+            operands = (*rows, *(offsets or (None, None)), query.shape[1], key.shape[1])
             out, lse, *_ = torch.ops.aten._flash_attention_forward(
-                q,
-                k,
-                v,
-                *(offsets or _NO_OFFSETS),
-                *lengths,
-                0.0,
-                visibility.causal,
-                False,
-                **settings,
+                *operands, 0.0, visibility.causal, False, **_flash_settings(scale, visibility)
             )
             if offsets is not None:
                 lse = lse.unflatten(1, query.shape[:2]).transpose(0, 1)
@@ -360,13 +352,13 @@ def attention_backward(
                 *heads_first, lse[..., None], *unused, *lengths, 0.0, visibility.causal, scale=scale
             )
         case AttentionBackend.FLASH if query.is_cuda:
-            offsets, settings = visibility.offsets, _flash_settings(scale, visibility)
-            if offsets is not None:
+            offsets = visibility.offsets or (None, None)
+            if visibility.offsets is not None:
                 lse = lse.transpose(0, 1).flatten(1).contiguous()
-            unused = torch.zeros(2, dtype=torch.uint64, device=lse.device)
-            operands = (*_flash_rows(rows, visibility), lse, *(offsets or _NO_OFFSETS), *lengths)
+            state = torch.zeros(2, dtype=torch.uint64, device=lse.device)
+            operands = (*_flash_rows(rows, visibility), lse, *offsets, *lengths, 0.0)
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                *operands, 0.0, visibility.causal, unused, unused[0], **settings
+                *operands, visibility.causal, state, state[0], **_flash_settings(scale, visibility)
             )
             return dq.view(query.shape), dk.view(key.shape), dv.view(value.shape)
         case AttentionBackend.FLASH:
@@ -492,22 +484,19 @@ def _check_offsets(offsets: Tensor, num_tokens: int) -> None:
 
 
 def _visible_keys(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor:
-    """Which key each query sees, bool `[B or 1, S, K]`."""
-    device, (batch, num_queries), num_keys = query.device, query.shape[:2], key.shape[1]
-    places = torch.arange(num_queries, device=device), torch.arange(num_keys, device=device)
-    if visibility.offsets is None:
-        i, j = (place[None] - len(place) for place in places)
-        visible = torch.ones(1, num_queries, num_keys, dtype=torch.bool, device=device)
-    else:
-        segments, ends = [], []
-        for offsets, place in zip(visibility.offsets, places, strict=True):
-            tokens = torch.arange(batch * len(place), device=device, dtype=offsets.dtype)
-            segment = torch.searchsorted(offsets, tokens, right=True)
-            segments.append(segment.view(batch, -1))
-            ends.append((tokens - offsets[segment]).view(batch, -1))
-        i, j = ends
-        visible = segments[0][:, :, None] == segments[1][:, None, :]
-    before = i[:, :, None] - j[:, None, :]
+    """Which key each query sees, bool `[B, S, K]`."""
+    segments, places = [], []
+    for side, x in enumerate((query, key)):
+        batch, length = x.shape[:2]
+        tokens = torch.arange(batch * length, device=x.device, dtype=torch.int32)
+        offsets = torch.arange(batch + 1, device=x.device, dtype=torch.int32) * length
+        if visibility.offsets is not None:
+            offsets = visibility.offsets[side]
+        segment = torch.searchsorted(offsets, tokens, right=True)
+        segments.append(segment.view(batch, -1))
+        places.append((tokens - offsets[segment]).view(batch, -1))  # from the segment's end
+    visible = segments[0][:, :, None] == segments[1][:, None, :]
+    before = places[0][:, :, None] - places[1][:, None, :]
     if visibility.causal:
         visible = visible & (before >= 0)
     return visible if visibility.window is None else visible & (before < visibility.window)
@@ -546,15 +535,12 @@ def _reference_backward(
 
 
 def _cpu_mask(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[bool, Tensor | None]:
-    """Whether torch's operator shall hide later keys itself, else a mask `[B or 1, 1, S, K]`."""
+    """Whether torch's operator shall hide later keys itself, else a mask `[B, 1, S, K]`."""
     square = query.shape[1] == key.shape[1] or not visibility.causal
     if square and visibility.window is None and visibility.offsets is None:
         return visibility.causal, None
     hidden = ~_visible_keys(query, key, visibility)[:, None]
     return False, query.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf)
-
-
-_NO_OFFSETS = (None, None)
 
 
 def _flash_rows(tensors: Sequence[Tensor], visibility: Visibility) -> list[Tensor]:
