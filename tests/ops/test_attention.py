@@ -15,6 +15,7 @@ from pith_ops.attention import (
     attention_forward,
     attention_violations,
     choose_attention_backend,
+    merge_attention,
     sequence_offsets,
     sinks_gradient,
 )
@@ -267,9 +268,12 @@ def test_backwards_over_parts_of_the_keys_add_up(backend):
         attention_forward(*(x[:, 2:] for x in old), visibility=near, **settings),
         attention_forward(*tail, visibility=far, **settings),
     ]
-    lse[..., 2:] = torch.logaddexp(parts[0][1], parts[1][1])
+    # Zero and -inf are the result over no keys at all, also where both have seen none.
+    lse[..., 2:] = -math.inf
+    merge_attention(out[:, 2:], lse[..., 2:], torch.zeros_like(parts[0][0]), lse[..., 2:].clone())
+    assert (out[:, 2:] == 0).all() and (lse[..., 2:] == -math.inf).all()
     for part, part_lse in parts:
-        out[:, 2:] += part * (part_lse - lse[..., 2:]).exp().transpose(1, 2)[..., None]
+        merge_attention(out[:, 2:], lse[..., 2:], part, part_lse)
     out, lse = apply_sinks(out, lse, sinks.detach())
     dq, dk, dv = (torch.zeros_like(x) for x in old)
     for rows, keys, visibility in (

@@ -35,14 +35,15 @@ from pith_ops.attention import (
     attention,
     attention_backward,
     attention_forward,
+    expand_latent,
+    expand_latent_backward,
+    merge_attention,
     sequence_offsets,
     sinks_gradient,
 )
 from pith_ops.device import accumulation_dtype
-from pith_ops.weight_grad import dense_weight_grad
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
 from pith_engine.contract import Batch
 from pith_engine.mesh import Axis
@@ -229,14 +230,17 @@ class _Ring(torch.autograd.Function):
         out = lse = query  # The own part comes first and replaces them.
         for source, (a, b) in _round([first, second], call.cp):
             rows, keys, visibility = call.meeting(source)
-            key, value = _expand(query, a[:, keys], b[:, keys], weight)
+            key, value = a[:, keys], b[:, keys]
+            if weight is not None:
+                num_nope = query.shape[3] - value.shape[-1]
+                key, value = expand_latent(key, value, weight, query.shape[2], num_nope)
             part, part_lse = attention_forward(
                 query[:, rows], key, value, visibility=visibility, **call.settings
             )
             if source == call.cp.rank:
                 out, lse = part.to(part_lse.dtype, copy=True), part_lse
             else:
-                _merge(out[:, rows], lse[..., rows], part, part_lse)
+                merge_attention(out[:, rows], lse[..., rows], part, part_lse)
         if sinks is not None:
             out, lse = apply_sinks(out, lse, sinks)
         out = out.to(query.dtype)
@@ -253,21 +257,22 @@ class _Ring(torch.autograd.Function):
         dweight = lse.new_zeros(() if weight is None else weight.shape)
         # Gradients of the keys at hand, from the ranks that had them before.
         carried = [lse.new_zeros(x.shape) for x in (first, second)]
-        hop = exchange([], [], call.cp)
+        hop, num_nope = exchange([], [], call.cp), query.shape[-1] - second.shape[-1]
         for source, (a, b) in _round([first, second], call.cp):
             rows, keys, visibility = call.meeting(source)
-            a, b = a[:, keys], b[:, keys]
-            key, value = _expand(query, a, b, weight)
+            key, value = a, b = a[:, keys], b[:, keys]
+            if weight is not None:
+                key, value = expand_latent(a, b, weight, query.shape[2], num_nope)
             dout, q, o = (x[:, rows] for x in (grad, query, out))
             dq, dk, dv = attention_backward(
                 dout, q, key, value, o, lse[..., rows], visibility=visibility, **call.settings
             )
             dquery[:, rows] += dq
-            parts = [dk, dv]
             if weight is not None:
-                parts = _expand_backward(dk, dv, a, b, weight, dweight)
+                dk, dv, part = expand_latent_backward(dk, dv, a, weight, num_nope)
+                dweight += part
             hop.wait_sends()
-            for total, part in zip(carried, parts, strict=True):
+            for total, part in zip(carried, (dk, dv), strict=True):
                 total[:, keys] += part
             hop, carried = _hop(carried, call.cp)
         hop.wait_sends()
@@ -296,37 +301,6 @@ def _hop(tensors: list[Tensor], cp: Axis) -> tuple[Exchange, list[Tensor]]:
     following, previous = (cp.rank + 1) % cp.size, (cp.rank - 1) % cp.size
     sends = [(x, following) for x in tensors]
     return exchange(sends, [(x, previous) for x in arriving], cp), arriving
-
-
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a part to `out [B, S, Hq, Dv]` and `lse [B, Hq, S]` in place."""
-    total = torch.logaddexp(lse, part_lse)
-    shift = total.masked_fill(total == -torch.inf, 0.0)  # -inf - -inf would be NaN
-    kept, added = ((x - shift).exp().transpose(1, 2)[..., None] for x in (lse, part_lse))
-    out.mul_(kept).add_(part * added)
-    lse.copy_(total)
-
-
-def _expand(
-    query: Tensor, first: Tensor, second: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of all heads from what travelled."""
-    if weight is None:
-        return first, second
-    num_heads, num_nope = query.shape[2], query.shape[3] - second.shape[-1]
-    heads = linear(first, weight).unflatten(-1, (num_heads, -1))
-    rotary = second[:, :, None].expand(-1, -1, num_heads, -1)
-    return torch.cat([heads[..., :num_nope], rotary], -1), heads[..., num_nope:]
-
-
-def _expand_backward(
-    dkey: Tensor, dvalue: Tensor, latent: Tensor, rotary: Tensor, weight: Tensor, dweight: Tensor
-) -> list[Tensor]:
-    """Gradients of latent and rotary key; that of the weight is added to `dweight`."""
-    num_nope = dkey.shape[-1] - rotary.shape[-1]
-    dheads = torch.cat([dkey[..., :num_nope], dvalue], -1).flatten(2)
-    dweight += dense_weight_grad(latent, dheads)
-    return [dheads @ weight, dkey[..., num_nope:].sum(2, dtype=dweight.dtype)]
 
 
 class _Halo(torch.autograd.Function):

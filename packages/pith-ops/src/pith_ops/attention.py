@@ -29,8 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
 from pith_ops.device import DeviceColumn, accumulation_dtype, device_column
+from pith_ops.weight_grad import dense_weight_grad
 
 
 class AttentionBackend(Enum):
@@ -368,6 +370,34 @@ def attention_backward(
             )
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
     return dq, dk, dv
+
+
+def merge_attention(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add the result over other keys to `out` and `lse` in place, both of the dtype of `lse`."""
+    total = torch.logaddexp(lse, part_lse)
+    shift = total.masked_fill(total == -torch.inf, 0.0)  # -inf - -inf would be NaN
+    kept, added = ((x - shift).exp().transpose(1, 2)[..., None] for x in (lse, part_lse))
+    out.mul_(kept).add_(part * added)
+    lse.copy_(total)
+
+
+def expand_latent(
+    latent: Tensor, rotary_key: Tensor, kv_b: Tensor, num_heads: int, num_nope: int
+) -> tuple[Tensor, Tensor]:
+    """`latent [B, K, R]`, shared `rotary_key [B, K, Dr]`, `kv_b [Hq * (Dn + Dv), R]` -> all heads'
+    keys `[B, K, Hq, Dn + Dr]` and values `[B, K, Hq, Dv]`; `num_nope` is Dn."""
+    heads = linear(latent, kv_b).unflatten(-1, (num_heads, -1))
+    rotary = rotary_key[:, :, None].expand(-1, -1, num_heads, -1)
+    return torch.cat([heads[..., :num_nope], rotary], -1), heads[..., num_nope:]
+
+
+def expand_latent_backward(
+    dkey: Tensor, dvalue: Tensor, latent: Tensor, kv_b: Tensor, num_nope: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of latent, rotary key (in fp32 or wider) and `kv_b`."""
+    dheads = torch.cat([dkey[..., :num_nope], dvalue], -1).flatten(2)
+    drotary = dkey[..., num_nope:].sum(2, dtype=accumulation_dtype(dkey.dtype))
+    return dheads @ kv_b, drotary, dense_weight_grad(latent, dheads)
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
