@@ -20,6 +20,7 @@ from pith_apps.parity import (
     num_parity_sequences,
     parity_sequences,
     parity_worker,
+    parse_parity_mesh,
 )
 from pith_apps.plan import Machine
 from pith_engine.balance import BalanceConfig
@@ -71,7 +72,7 @@ def parity(
     config: RunConfig | None = None,
 ) -> tuple[bool, str]:
     """Runs in every worker: the verdict and what was printed."""
-    meshes = tuple(parse_mesh(label) for label in labels)
+    meshes = tuple(parse_parity_mesh(label) for label in labels)
     output = io.StringIO()
     with contextlib.redirect_stdout(output), BREAKS[broken]() if broken else no_break():
         agree = parity_worker(config or tiny(), meshes, dtype, CPU)
@@ -252,7 +253,7 @@ def test_all_meshes_agree(gloo_pool: Any, dtype: str, limit: float) -> None:
 
 def parity_with(labels: tuple[str, ...], balance: BalanceConfig) -> tuple[bool, str]:
     """Runs in every worker, in float64: as `parity`, with this balancing."""
-    meshes, output = tuple(parse_mesh(label) for label in labels), io.StringIO()
+    meshes, output = tuple(parse_parity_mesh(label) for label in labels), io.StringIO()
     with contextlib.redirect_stdout(output):
         agree = parity_worker(tiny(balance=balance), meshes, "fp64", CPU)
     return agree, output.getvalue()
@@ -354,8 +355,8 @@ def test_weights_that_depend_on_the_rank_differ(gloo_pool: Any) -> None:
 
 
 def test_the_batch_is_uneven() -> None:
-    meshes = tuple(parse_mesh(label) for label in PARITY_MESHES)
-    assert num_parity_sequences(meshes) == 8
+    meshes = tuple(parse_parity_mesh(label) for label in PARITY_MESHES)
+    assert num_parity_sequences(tiny(), meshes) == 8
     batches = parity_sequences(tiny(), 8, CPU)
     counts = [int((batch.targets != IGNORED_TARGET).sum()) for batch in batches]
     assert counts == [11, 10, 0, 7, 6, 5, 3, 2]
@@ -365,26 +366,29 @@ def test_the_batch_is_uneven() -> None:
 
 def test_verdicts() -> None:
     def result(**changes: Any) -> ParityResult:
-        numbers = {"loss": 0.0, "balance": 0.0, "norm": 0.0, "gradient": 0.0, **changes}
-        facts = {"mesh": "dp2", "weights_equal": True, "covered": True, "worst": "head"}
+        names = ("loss", "balance", "norm", "gradient", "update")
+        numbers = {**dict.fromkeys(names, 0.0), **changes}
+        facts = {"weights_equal": True, "covered": True, "worst": "head"}
         return ParityResult(**{**facts, "seconds": 1.0, **numbers})
 
     assert result().agrees("fp64")
-    for name in ("loss", "balance", "norm", "gradient"):
+    for name in ("loss", "balance", "norm", "gradient", "update"):
         assert result(**{name: 1e-10}).agrees("fp64")
         assert not result(**{name: 1.1e-10}).agrees("fp64")
         assert not result(**{name: math.nan}).agrees("fp32")
     assert result(loss=1e-5, norm=1e-5, gradient=1e-4).agrees("fp32")
     assert not result(norm=1.1e-5).agrees("fp32")
     assert not result(gradient=1.1e-4).agrees("fp32")
+    assert result(update=1e-3).agrees("fp32") and not result(update=1.1e-3).agrees("fp32")
     assert not result(weights_equal=False).agrees("fp32")
     assert not result(covered=False).agrees("fp32")
 
 
 def test_meshes_that_cannot_run_are_refused_together() -> None:
     here = Machine(world_size=4, processes_here=4, num_gpus=0)
-    check_parity(tiny(), tuple(parse_mesh(label) for label in PARITY_MESHES), "fp64", here)
+    check_parity(tiny(), tuple(parse_parity_mesh(label) for label in PARITY_MESHES), "fp64", here)
+    too_large = (parse_parity_mesh("pp4"), parse_parity_mesh("ep3"))
     with pytest.raises(ValueError, match=r"(?s)pp4: mesh.pp = 4 .*ep3: mesh.ep = 3"):
-        check_parity(tiny(), (parse_mesh("pp4"), parse_mesh("ep3")), "fp64", here)
+        check_parity(tiny(), too_large, "fp64", here)
     with pytest.raises(ValueError, match="no mesh is named"):
         check_parity(tiny(), (), "fp64", here)

@@ -215,11 +215,16 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
 
 def _parity(rest: list[str]) -> int:
     """As `_run_in_ranks`, with as many ranks as the largest mesh has."""
-    from pith_engine.mesh import parse_mesh
-
     from pith_apps.arguments import ParityArguments
     from pith_apps.launch import find_machine, is_rank
-    from pith_apps.parity import check_parity, parity_worker
+    from pith_apps.parity import (
+        FULL_GRID,
+        PARITY_MESHES,
+        check_parity,
+        parity_worker,
+        parse_parity_mesh,
+        vary,
+    )
     from pith_apps.trainer import joined_group
 
     arguments = _parse_recipe("parity", rest, ParityArguments)
@@ -227,14 +232,19 @@ def _parity(rest: list[str]) -> int:
     given = [name for name in _option_names(rest) if name.startswith(replaced)]
     if given:
         raise ValueError(f"{', '.join(given)}: parity sets these; give --meshes and --dtype")
-    meshes = tuple(parse_mesh(label) for label in arguments.meshes)
-    least = max((mesh.world_size for mesh in meshes), default=1)
-    machine = find_machine(arguments.config.nproc or least, os.environ)
-    check_parity(arguments.config, meshes, arguments.dtype, machine)
+    if arguments.meshes and arguments.grid == "full":
+        raise ValueError("--meshes beside --grid full: give one of them")
+    labels = arguments.meshes or (FULL_GRID if arguments.grid == "full" else PARITY_MESHES)
+    meshes = tuple(parse_parity_mesh(label) for label in labels)
+    variations = tuple(name for name in arguments.variations.split(",") if name)
+    config = vary(arguments.config, variations)
+    least = max(mesh.config.world_size for mesh in meshes)
+    machine = find_machine(config.nproc or least, os.environ)
+    check_parity(config, meshes, arguments.dtype, machine)
     if not is_rank(os.environ) and machine.world_size > 1:
         return _launch(machine.world_size, ["parity", *rest])
-    with joined_group(arguments.config) as device:
-        agrees = parity_worker(arguments.config, meshes, arguments.dtype, device)
+    with joined_group(config) as device:
+        agrees = parity_worker(config, meshes, arguments.dtype, device, variations)
     return 0 if agrees else 1
 
 

@@ -1,0 +1,368 @@
+"""`pith parity` over the full grid with its variations, and faults of each that it shows."""
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Literal
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from pith_apps.config import RunConfig, TrainConfig
+from pith_apps.parity import (
+    FULL_GRID,
+    VARIATIONS,
+    check_parity,
+    parity_sequences,
+    parity_worker,
+    parse_parity_mesh,
+    vary,
+)
+from pith_apps.plan import Machine
+from pith_engine.balance import BalanceConfig, auxiliary_losses, load_factors
+from pith_engine.context_parallel import shard_batch
+from pith_engine.contract import IGNORED_TARGET
+from pith_engine.gradients import count_targets
+from pith_engine.lr import LearningRateConfig
+from pith_engine.mesh import Mesh, parse_mesh
+from pith_engine.stages import ChunkPass
+from pith_models.qwen3_moe import Qwen3MoeConfig
+from pith_ops.attention import attention_backward, attention_forward
+from torch.nn.functional import embedding
+
+MESHES = tuple(label for label in (*FULL_GRID, "cp2") if label != "pp2-cp2-ep2")
+"""What four ranks can run; the mesh of eight runs in `test_parity_cli.py`."""
+pytestmark = pytest.mark.core
+
+
+def tiny(sequence_length: int = 24) -> RunConfig:
+    model = Qwen3MoeConfig(
+        vocab_size=61,
+        hidden_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=20,
+        moe_intermediate_size=10,
+        num_experts=8,
+        num_experts_per_tok=3,
+        mlp_only_layers=(1,),
+        initializer_range=0.2,
+        max_position_embeddings=64,
+    )
+    return RunConfig(
+        name="tiny",
+        model=model,
+        mesh=parse_mesh("single"),
+        train=TrainConfig(
+            steps=1, batch=8, sequence_length=sequence_length, dtype="fp32", device="cpu"
+        ),
+        lr=LearningRateConfig(schedule="constant", peak=1e-3, warmup_steps=1),
+        balance=BalanceConfig(coefficient=0.02),
+    )
+
+
+def parity(
+    labels: tuple[str, ...],
+    dtype: Literal["fp64", "fp32"],
+    variations: tuple[str, ...] = (),
+    broken: str | None = None,
+    balance: BalanceConfig | None = None,
+    micro_batch: int = 1,
+) -> tuple[bool, str]:
+    """Runs in every worker: the verdict and what was printed."""
+    meshes = tuple(parse_parity_mesh(label) for label in labels)
+    config = vary(tiny(), variations)
+    config = replace(config, train=replace(config.train, micro_batch=micro_batch))
+    config = replace(config, balance=balance or config.balance)
+    output = io.StringIO()
+    fault = BREAKS[broken]() if broken else contextlib.nullcontext()
+    with contextlib.redirect_stdout(output), fault:
+        agree = parity_worker(config, meshes, dtype, torch.device("cpu"), variations)
+    return agree, output.getvalue()
+
+
+@contextlib.contextmanager
+def positions_of_the_shard() -> Iterator[None]:
+    def numbered(batch: Any, cp: Any) -> Any:
+        shard = shard_batch(batch, cp)
+        places = torch.arange(shard.sequence_length).repeat(shard.num_sequences)
+        return replace(shard, positions=places)
+
+    with patch("pith_apps.parity.shard_batch", numbered):
+        yield
+
+
+@contextlib.contextmanager
+def targets_of_the_shard() -> Iterator[None]:
+    """The target of a block's last token is taken from the rank's next block."""
+
+    def shifted(batch: Any, cp: Any) -> Any:
+        shard = shard_batch(batch, cp)
+        targets = torch.where(
+            shard.targets == IGNORED_TARGET, IGNORED_TARGET, shard.tokens.roll(-1)
+        )
+        return replace(shard, targets=targets)
+
+    with patch("pith_apps.parity.shard_batch", shifted):
+        yield
+
+
+@contextlib.contextmanager
+def targets_counted_on_one_rank() -> Iterator[None]:
+    def count(batches: list, mesh: Any) -> int:
+        return count_targets(batches, mesh) // mesh.cp.size
+
+    with patch("pith_apps.trainer.count_targets", count):
+        yield
+
+
+@contextlib.contextmanager
+def gradients_of_keys_stay_away() -> Iterator[None]:
+    def lost(*operands: Any, visibility: Any, **settings: Any) -> Any:
+        dq, dk, dv = attention_backward(*operands, visibility=visibility, **settings)
+        return (dq, dk, dv) if visibility.causal else (dq, dk * 0, dv * 0)
+
+    with patch("pith_engine.context_parallel.attention_backward", lost):
+        yield
+
+
+@contextlib.contextmanager
+def own_keys_unmasked() -> Iterator[None]:
+    def unmasked(*operands: Any, visibility: Any, **settings: Any) -> Any:
+        return attention_forward(
+            *operands, visibility=replace(visibility, causal=False), **settings
+        )
+
+    with patch("pith_engine.context_parallel.attention_forward", unmasked):
+        yield
+
+
+@contextlib.contextmanager
+def parts_averaged() -> Iterator[None]:
+    """Parts are merged as if each had the same LSE."""
+
+    def level(*operands: Any, **settings: Any) -> Any:
+        out, lse = attention_forward(*operands, **settings)
+        return out, torch.zeros_like(lse)
+
+    with patch("pith_engine.context_parallel.attention_forward", level):
+        yield
+
+
+@contextlib.contextmanager
+def documents_ignored() -> Iterator[None]:
+    """On meshes attention crosses documents; the reference is right."""
+
+    def whole(batch: Any, cp: Any) -> Any:
+        return replace(shard_batch(batch, cp), documents=None)
+
+    with patch("pith_apps.parity.shard_batch", whole):
+        yield
+
+
+@contextlib.contextmanager
+def padding_counted_in_the_balance() -> Iterator[None]:
+    def all_counted(config: Any, routing: Any, batch: Any, factors: Any) -> Any:
+        return auxiliary_losses(
+            config, routing, replace(batch, targets=torch.zeros_like(batch.targets)), factors
+        )
+
+    with patch("pith_engine.stages.auxiliary_losses", all_counted):
+        yield
+
+
+@contextlib.contextmanager
+def counts_not_summed_over_cp() -> Iterator[None]:
+    def local(method: Any, counts: Any, previous: Any, cp: Any) -> Any:
+        return load_factors(method, counts, previous, Mesh.single().cp)
+
+    with patch("pith_engine.stages.load_factors", local):
+        yield
+
+
+@contextlib.contextmanager
+def segments_not_rebuilt() -> Iterator[None]:
+    """The recomputed graph of a segment lacks its balance root."""
+
+    def without(self: ChunkPass, index: int) -> None:
+        original(self, index)
+        del self.segments[index].roots[3:]
+
+    original = ChunkPass.recompute_segment
+    with patch.object(ChunkPass, "recompute_segment", without):
+        yield
+
+
+@contextlib.contextmanager
+def tied_gradient_of_the_embedding_lost() -> Iterator[None]:
+    def detached(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        # The reference runs on `Mesh.single`, before any group of a mesh exists.
+        return embedding(tokens, weight if len(tokens) > 24 else weight.detach())
+
+    with patch("pith_models.qwen3_moe.embedding", detached):
+        yield
+
+
+@contextlib.contextmanager
+def replicas_not_summed() -> Iterator[None]:
+    with patch("pith_engine.fsdp.all_reduce", lambda tensor, axis: tensor):
+        yield
+
+
+@contextlib.contextmanager
+def iteration_differs_by_rank() -> Iterator[None]:
+    original = torch.baddbmm
+
+    def weaker(x: torch.Tensor, *factors: torch.Tensor, beta: float, alpha: float = 1.0) -> Any:
+        return original(x, *factors, beta=beta * (1 + 1e-6 * dist.get_rank()), alpha=alpha)
+
+    with patch("torch.baddbmm", weaker):
+        yield
+
+
+# Test code may hold callables in a table: a worker is told by name which fault to inject.
+BREAKS: dict[str, Callable[[], AbstractContextManager]] = {
+    "positions of the shard": positions_of_the_shard,
+    "targets of the shard": targets_of_the_shard,
+    "targets counted on one rank": targets_counted_on_one_rank,
+    "gradients of keys stay away": gradients_of_keys_stay_away,
+    "own keys unmasked": own_keys_unmasked,
+    "parts averaged": parts_averaged,
+    "documents ignored": documents_ignored,
+    "padding counted in the balance": padding_counted_in_the_balance,
+    "counts not summed over cp": counts_not_summed_over_cp,
+    "segments not rebuilt": segments_not_rebuilt,
+    "tied gradient of the embedding lost": tied_gradient_of_the_embedding_lost,
+    "replicas not summed": replicas_not_summed,
+    "iteration differs by rank": iteration_differs_by_rank,
+}
+
+
+def rows(table: str) -> dict[str, list[str]]:
+    """Cells of the table by mesh."""
+    cells = [line.split() for line in table.splitlines()]
+    return {row[0]: row for row in cells if row[0] in MESHES}
+
+
+def wrong_columns(row: list[str], limit: float) -> list[str]:
+    names = ("loss", "balance", "norm", "gradient", "update")
+    numbers = dict(zip(names, row[2:7], strict=True))
+    wrong = [] if row[1] == "bit-equal" else ["weights"]
+    return wrong + [name for name, cell in numbers.items() if not float(cell) <= limit]
+
+
+def rows_that_agree(results: list, labels: tuple[str, ...], limit: float) -> None:
+    """The table has a row for each label, all within the limit."""
+    assert [agree for agree, _ in results] == [True] * 4, results[0][1]
+    table = rows(results[0][1])
+    assert tuple(table) == labels
+    assert [wrong_columns(row, limit) for row in table.values()] == [[]] * len(labels)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "variations", "limit"),
+    [
+        ("fp64", (), 1e-12),
+        ("fp64", VARIATIONS, 1e-11),
+        ("fp32", tuple(name for name in VARIATIONS if name != "muon"), 1e-5),
+    ],
+    ids=["plain", "all", "fp32"],
+)
+def test_the_grid_agrees(
+    gloo_pool: Any, dtype: str, variations: tuple[str, ...], limit: float
+) -> None:
+    results = gloo_pool.run(parity, MESHES, dtype, variations, timeout=240)
+    rows_that_agree(results, MESHES, limit)
+    head = results[0][1].splitlines()[0]
+    assert [name for name in VARIATIONS if f"+{name}" in head] == list(variations)
+
+
+@pytest.mark.parametrize("variation", VARIATIONS)
+def test_each_variation_agrees_alone_and_changes_something(gloo_pool: Any, variation: str) -> None:
+    labels = ("dp2-ep2", "cp2-ep2", "pp2-cp2")
+    plain = gloo_pool.run(parity, labels, "fp64", timeout=180)
+    results = gloo_pool.run(parity, labels, "fp64", (variation,), timeout=180)
+    rows_that_agree(results, labels, 1e-11)
+    before, after = (text.splitlines()[1] for text in (plain[0][1], results[0][1]))
+    assert (before != after) == (variation in ("packed", "padding", "aux", "tied"))
+    assert (float(rows(results[0][1])["dp2-ep2"][6]) > 0) == (variation == "muon")
+
+
+@pytest.mark.parametrize("method", ["sequence", "global-batch", "micro-batch"])
+def test_splits_of_one_global_batch(gloo_pool: Any, method: str) -> None:
+    """One, two and four sequences a micro-batch: of these methods `micro-batch` alone depends."""
+    balance = BalanceConfig(method=method, coefficient=0.5, z_coefficient=0.05)  # type: ignore
+    references = set()
+    for size in (1, 2, 4):
+        results = gloo_pool.run(
+            parity, ("single", "cp2"), "fp64", ("packed",), None, balance, size, timeout=180
+        )
+        assert [agree for agree, _ in results] == [True] * 4, results[0][1]
+        references.add(results[0][1].splitlines()[1])
+    assert len(references) == (3 if method == "micro-batch" else 1)
+
+
+@pytest.mark.parametrize(
+    ("broken", "variations", "columns", "labels"),
+    [
+        ("positions of the shard", (), "loss balance norm gradient", ("cp2", "pp2-cp2")),
+        ("targets of the shard", (), "loss norm gradient", ("cp2", "pp2-cp2")),
+        ("targets counted on one rank", (), "loss balance norm gradient", ("cp2", "pp2-cp2")),
+        ("gradients of keys stay away", (), "norm gradient", ("cp2", "pp2-cp2")),
+        ("own keys unmasked", (), "loss balance norm gradient", ("cp2", "pp2-cp2")),
+        ("parts averaged", (), "loss balance norm gradient", ("cp2", "pp2-cp2")),
+        ("documents ignored", ("packed",), "loss balance norm gradient", ("dp4", "cp4")),
+        ("padding counted in the balance", ("padding", "aux"), "balance norm gradient", ("ep4",)),
+        ("counts not summed over cp", ("aux",), "balance norm gradient", ("cp2", "cp2-ep2")),
+        ("segments not rebuilt", ("recompute", "aux"), "norm gradient", ("dp4", "pp2-ep2")),
+        ("tied gradient of the embedding lost", ("tied",), "norm gradient", ("dp4", "pp2-dp2")),
+        ("replicas not summed", ("hsdp",), "norm gradient", ("dp4", "dp2-ep2")),
+        ("iteration differs by rank", ("muon",), "update", ("dp4", "dp2-ep2")),
+    ],
+)
+def test_a_broken_factor_group_or_mask_shows(
+    gloo_pool: Any,
+    broken: str,
+    variations: tuple[str, ...],
+    columns: str,
+    labels: tuple[str, ...],
+) -> None:
+    results = gloo_pool.run(parity, labels, "fp64", variations, broken, timeout=180)
+    assert results[0][0] is False
+    table = rows(results[0][1])
+    assert tuple(table) == labels
+    for row in table.values():
+        assert wrong_columns(row, 1e-10) == columns.split(), row
+
+
+def test_the_variations_of_the_batch() -> None:
+    device = torch.device("cpu")
+    packed = parity_sequences(tiny(), 8, device, ("packed",))
+    assert packed[0].documents.tolist() == [0, 1, 6, 19, 21, 24]
+    assert packed[1].documents.tolist() == [0, 5, 18, 20, 24]
+    assert packed[0].positions.tolist()[:8] == [0, 0, 1, 2, 3, 4, 0, 1]
+    assert all(b.targets[end - 1] == IGNORED_TARGET for b in packed for end in b.documents[1:])
+    padded = parity_sequences(tiny(), 8, device, ("padding",))
+    assert all((b.targets[12:] == IGNORED_TARGET).all() for b in padded)
+    assert sum(int((b.targets != IGNORED_TARGET).sum()) for b in padded) > 20
+
+
+def test_what_is_no_mesh_or_variation_is_refused() -> None:
+    with pytest.raises(ValueError, match="--with magic: allowed are packed, padding"):
+        vary(tiny(), ("packed", "magic"))
+    with pytest.raises(ValueError, match="'hsdp-ep2': hsdp replicates over dp"):
+        parse_parity_mesh("hsdp-ep2")
+    assert parse_parity_mesh("hsdp-dp2-ep2").label == "hsdp-dp2-ep2"
+
+
+def test_lengths_that_a_mesh_cannot_cut_are_refused_together() -> None:
+    here = Machine(world_size=4, processes_here=4, num_gpus=0)
+    meshes = tuple(parse_parity_mesh(label) for label in MESHES)
+    check_parity(tiny(), meshes, "fp64", here)
+    with pytest.raises(ValueError, match=r"(?s)cp4: .* 16, 24\n.*cp2: mesh.cp = 2 .* 20, 24"):
+        check_parity(tiny(sequence_length=22), meshes, "fp64", here)
