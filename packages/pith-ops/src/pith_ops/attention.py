@@ -44,8 +44,8 @@ class AttentionBackend(Enum):
 class Visibility:
     """Which of K keys each of S queries sees.
 
-    Masks align at the bottom right: key j is `(i - S) - (j - K)` places before query i, with
-    `offsets` counted within their segments of S and K tokens.
+    Aligned at the bottom right: key j is `(i - S) - (j - K)` places before query i, counted within
+    their segments if there are `offsets`.
     """
 
     causal: bool = True
@@ -81,7 +81,7 @@ class _Capability:
 
 _GPUS = (DeviceColumn.SM_90, DeviceColumn.SM_100)
 
-# The rows of SM_90 are what ran on an H200; those of SM_100 repeat them and have never run.
+# The rows of SM_90 ran on an H200; those of SM_100 repeat them and have never run.
 ATTENTION_TABLE: tuple[_Capability, ...] = (
     *(
         _Capability(
@@ -121,17 +121,10 @@ def choose_attention_backend(
     `packed`: document offsets; a window may meet more keys than queries. A ValueError says what is
     missing and which backends can.
     """
+    asked = {"packed": packed, "window": window, "other_lengths": window}
     violations = {
         backend.value: attention_violations(
-            backend,
-            device,
-            dtype,
-            head_dim,
-            value_dim,
-            packed=packed,
-            window=window,
-            other_lengths=window,
-            deterministic=deterministic,
+            backend, device, dtype, head_dim, value_dim, deterministic=deterministic, **asked
         )
         for backend in AttentionBackend
     }
@@ -204,8 +197,8 @@ def attention(
 
     `query [B, S, Hq, D]`, `key [B, K, Hkv, D]`, `value [B, K, Hkv, Dv]` -> output `[B, S, Hq, Dv]`
     in their dtype and LSE `[B, Hq, S]` in the accumulation dtype, which only `REFERENCE`
-    differentiates. `scale` is `D ** -0.5` when None; `sinks [Hq]` are logits that take weight and
-    have no value. A ValueError says what does not fit or what the backend cannot do.
+    differentiates. `scale` is `D ** -0.5` when None; `sinks [Hq]` are logits without a value. A
+    ValueError says what does not fit or what the backend cannot do.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     settings = {"scale": scale, "visibility": visibility or Visibility(), "backend": backend}
@@ -256,14 +249,14 @@ def attention_forward(
             )
             return out.transpose(1, 2), lse.squeeze(-1)
         case AttentionBackend.FLASH if query.is_cuda:
-            rows = _flash_rows((query, key, value), visibility)
-            settings, window = _flash_settings(query, key, visibility)
+            tensors = (query, key, value)
+            rows, settings, window = _flash_arguments(tensors, query, key, visibility)
             out, lse, *_ = torch.ops.aten._flash_attention_forward(
                 *rows, *settings, False, scale=scale, **window
             )
             if visibility.offsets is not None:
                 lse = lse.unflatten(1, query.shape[:2]).transpose(0, 1)
-                lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # what it says of no keys
+                lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # no keys
             return out.view(*query.shape[:3], -1), lse
         case AttentionBackend.FLASH:
             causal, mask = _cpu_mask(query, key, visibility)
@@ -289,11 +282,8 @@ def attention_backward(
     visibility: Visibility,
     backend: AttentionBackend,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value through these keys.
-
-    `grad`, `out` and `lse` are those of the whole softmax, other keys and sinks included.
-    """
-    # exp(s - inf) is 0 for a query without keys, where exp(-inf - -inf) would be NaN.
+    """Gradients through these keys; out and LSE are of the whole softmax, sinks included."""
+    # As in the reference: exp(s - inf) = 0 for a query without keys.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
     tensors = (grad.contiguous(), query, key, value, out)
     heads_first = [x.transpose(1, 2) for x in tensors]
@@ -318,8 +308,7 @@ def attention_backward(
         case AttentionBackend.FLASH if query.is_cuda:
             if visibility.offsets is not None:
                 lse = lse.transpose(0, 1).flatten(1).contiguous()
-            rows = _flash_rows(tensors, visibility)
-            settings, window = _flash_settings(query, key, visibility)
+            rows, settings, window = _flash_arguments(tensors, query, key, visibility)
             unused = torch.zeros(2, dtype=torch.uint64, device=lse.device)
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
                 *rows, lse, *settings, unused, unused[0], scale=scale, **window
@@ -357,7 +346,7 @@ def sequence_offsets(documents: Tensor, num_sequences: int, length: int) -> Tens
     """Document offsets `[D + 1]` int32 -> `[D + B + 2]` for `Visibility`, cut at sequences too."""
     _check_offsets(documents, num_sequences * length)
     starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=documents.device) * length
-    # Not deduplicated: counting distinct ones would make the host wait; empty documents do no harm.
+    # Not deduplicated: the host would wait for the number of distinct ones.
     return torch.cat([documents, starts]).sort().values
 
 
@@ -410,19 +399,12 @@ def _check_operands(
     if not query.dtype == key.dtype == value.dtype:
         dtypes = f"{query.dtype}, {key.dtype}, {value.dtype}"
         raise ValueError(f"attention: dtypes {dtypes} must be equal")
-    aligned = visibility.causal and visibility.offsets is None
+    packed, window = visibility.offsets is not None, visibility.window is not None
+    aligned = visibility.causal and not packed
     for offsets, length in zip(visibility.offsets or (), (q[1], k[1]), strict=False):
         _check_offsets(offsets, q[0] * length)
-    violations = attention_violations(
-        backend,
-        query.device,
-        query.dtype,
-        q[3],
-        v[3],
-        packed=visibility.offsets is not None,
-        window=visibility.window is not None,
-        other_lengths=aligned and k[1] != q[1],
-    )
+    asked = {"packed": packed, "window": window, "other_lengths": aligned and k[1] != q[1]}
+    violations = attention_violations(backend, query.device, query.dtype, q[3], v[3], **asked)
     if aligned and k[1] < q[1] and backend is not AttentionBackend.REFERENCE:
         violations.append(
             f"{q[1]} queries, {k[1]} keys: some see none, which only 'reference' takes"
@@ -471,16 +453,12 @@ def _cpu_mask(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[bool,
     return False, query.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf)
 
 
-def _flash_rows(tensors: Sequence[Tensor], visibility: Visibility) -> list[Tensor]:
-    """With offsets the batch is one row of `B * S` tokens, cut at them."""
-    return [x if visibility.offsets is None else x.flatten(0, 1) for x in tensors]
-
-
-def _flash_settings(
-    query: Tensor, key: Tensor, visibility: Visibility
-) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """Offsets, lengths, dropout, causal; the keys seen before and after the own, -1 for all."""
-    offsets = visibility.offsets or (None, None)
+def _flash_arguments(
+    tensors: Sequence[Tensor], query: Tensor, key: Tensor, visibility: Visibility
+) -> tuple[list[Tensor], tuple[Any, ...], dict[str, int]]:
+    """Tensors, with offsets as one row of tokens; settings; keys before and after, -1 for all."""
+    offsets, causal = visibility.offsets, visibility.causal
+    rows = [x if offsets is None else x.flatten(0, 1) for x in tensors]
     left = -1 if visibility.window is None else visibility.window - 1
-    window = {"window_size_left": left, "window_size_right": 0 if visibility.causal else -1}
-    return (*offsets, query.shape[1], key.shape[1], 0.0, visibility.causal), window
+    window = {"window_size_left": left, "window_size_right": 0 if causal else -1}
+    return rows, (*(offsets or (None, None)), query.shape[1], key.shape[1], 0.0, causal), window

@@ -6,7 +6,7 @@
    accumulation dtype. What fails gets no time, and the exit code is 1.
 2. Time: medians of a forward without grad and of a forward with its backward.
 3. Rate: operations or bytes that the mathematics needs over the time; padding and recomputation
-   earn nothing (a backward is two forwards, that of attention 2.5).
+   earn nothing (a product's backward is two products, attention's 2.5 forwards).
 
 The trap: an error of NaN is neither above nor below a tolerance, so it counts as infinite.
 """
@@ -21,7 +21,7 @@ from enum import StrEnum, auto
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from timeit import repeat
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Operator(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class _BenchRow:
-    """What the gate found of one implementation and, if it passed, how fast it is."""
+    """What the gate found and, if it passed, how fast it is."""
 
     operator: Operator
     implementation: str
@@ -79,7 +79,7 @@ class _BenchRow:
 
 
 class Gate:
-    """Operands and what an operator's `reference` makes of them in the accumulation dtype.
+    """Operands and what `reference` makes of them in the accumulation dtype.
 
     Work is in operations or bytes, `total_work` with the backward.
     """
@@ -99,7 +99,7 @@ class Gate:
         wide = [_widen(x) for x in operands]
         outputs = _outputs(reference, wide)
         # Values that every dtype represents alike.
-        self.upstream = [torch.randn(x.shape, device=x.device).bfloat16() for x in outputs]
+        self.upstream = [torch.randn_like(x, dtype=torch.bfloat16).to(x.dtype) for x in outputs]
         self.wanted = [*outputs, *_gradients(outputs, wide, self.upstream)]
 
     def measure_both(self, ours: TensorFunction, competitor: str) -> list[_BenchRow]:
@@ -110,8 +110,9 @@ class Gate:
         """Compare `run` with the reference and time it if they agree."""
         operands, device = self.operands, self.operands[0].device
         outputs, error = _outputs(run, operands), math.inf
+        upstream = [u.to(x.dtype) for u, x in zip(self.upstream, outputs, strict=False)]
         if [x.shape for x in outputs] == [x.shape for x in self.upstream]:
-            got = [*outputs, *_gradients(outputs, operands, self.upstream)]
+            got = [*outputs, *_gradients(outputs, operands, upstream)]
             error = max(_relative_error(a, b) for a, b in zip(got, self.wanted, strict=True))
         row = _BenchRow(
             operator=self.operator,
@@ -128,7 +129,6 @@ class Gate:
         row = replace(row, forward_ms=time * 1e3, forward_rate=self.forward_work / time)
         if not outputs[0].requires_grad:
             return row
-        upstream = [u.to(x.dtype) for u, x in zip(self.upstream, outputs, strict=True)]
         time = _seconds(lambda: _gradients(_outputs(run, operands), operands, upstream), device)
         return replace(row, total_ms=time * 1e3, total_rate=self.total_work / time)
 
@@ -229,7 +229,7 @@ class _Layer:
         return (torch.randn(size, device=self.device) * std).to(self.dtype).requires_grad_()
 
     def draw_logits(self) -> Tensor:
-        # Not rounded to bf16: rounded logits tie, and torch's topk breaks ties its own way.
+        # Not in bf16, where logits tie: torch's topk breaks ties its own way.
         dtype = accumulation_dtype(self.dtype)
         return torch.randn(self.tokens, self.experts, device=self.device, dtype=dtype)
 
@@ -305,7 +305,7 @@ def _bench_grouped_linear(layer: _Layer) -> list[_BenchRow]:
     x = layer.draw(num_rows, layer.hidden)
     width, std = 2 * layer.expert_width, layer.hidden**-0.5
     weight = layer.draw(num_groups, width, layer.hidden, std=std)
-    # Uneven groups, one of them empty: expert 1 has the rows of experts 0 and 1.
+    # Expert 1 has the rows of experts 0 and 1.
     sizes = [num_rows // num_groups] * num_groups
     sizes[:2] = [0, num_rows - sum(sizes[2:])]
     groups = Groups.from_sizes(sizes, layer.device)
@@ -392,7 +392,6 @@ def _gradients(
     outputs: list[Tensor], operands: Sequence[Tensor], upstream: list[Tensor]
 ) -> Sequence[Tensor]:
     leaves = [x for x in operands if x.requires_grad]
-    upstream = [u.to(x.dtype) for u, x in zip(upstream, outputs, strict=True)]
     return torch.autograd.grad(outputs, leaves, upstream) if leaves else []
 
 
@@ -405,20 +404,17 @@ def _relative_error(got: Tensor, wanted: Tensor) -> float:
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """Median of 20 calls on CUDA, of 5 elsewhere, after two warm-up calls."""
+    if device.type != "cuda":
+        return median(repeat(call, number=1, repeat=7)[2:])
     times = []
-    for _ in range(22 if device.type == "cuda" else 7):
-        if device.type == "cuda":
-            # Events count launch gaps where the host is the bottleneck.
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        else:
-            begin = perf_counter()
-            call()
-            times.append(perf_counter() - begin)
+    for _ in range(22):
+        # Events count launch gaps where the host is the bottleneck.
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
     return median(times[2:])
 
 

@@ -7,10 +7,9 @@ For token t with target y, logits z = W h_t:
 
 The fp32 logits of 32,768 tokens and 151,936 words would take 20 GB, their gradient as much again.
 Here `chunk_tokens` rows at a time are projected, turned into `dz` and used up: the forward computes
-both gradients for an upstream gradient of 1, the backward scales them. The price: `dW` lives from
-forward to backward, in the accumulation dtype like logits, softmax and loss; `dz` is rounded to the
-operands' dtype for its GEMMs. The trap: the result is the *sum* of token losses; only the caller
-knows how many targets the global batch holds.
+both gradients for an upstream gradient of 1, the backward scales them. `dW` lives from forward to
+backward, in the accumulation dtype; `dz` is rounded to that of the operands. The trap: the result
+is the *sum* of token losses; only the caller knows the targets of the global batch.
 """
 
 from collections.abc import Iterator
@@ -36,8 +35,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of the token losses, a scalar in the accumulation dtype.
 
-    `hidden [T, H]`, `weight [V, H]` of one dtype, `targets [T]` int64 in 0..V-1 or `ignore_index`
-    (no loss, no gradient); a ValueError says what does not fit.
+    `hidden [T, H]`, `weight [V, H]` of one dtype, `targets [T]` int64 in 0..V-1 or `ignore_index`;
+    a ValueError says what does not fit.
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, chunk_tokens)
@@ -88,8 +87,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grads = _logit_gradients(exponentials, sums, labels, ignore_index, hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grads, weight, out=grad_hidden[start : start + len(rows)])
-            if grad_weight is not None:
-                _add_product(grad_weight, grads.t(), rows)
+            if grad_weight is not None and rows.is_cuda and rows.dtype != dtype:
+                torch.addmm(grad_weight, grads.t(), rows, out_dtype=dtype, out=grad_weight)
+            elif grad_weight is not None:
+                grad_weight.addmm_(grads.t().to(dtype), rows.to(dtype))
             start += len(rows)
             # Bound names would keep this chunk beside the logits of the next.
             del exponentials, grads
@@ -110,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _softmax_parts(
     rows: Tensor, weight: Tensor, labels: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`[C, H]` -> losses `[C]`, `exp(z - max)` `[C, V]` and its row sums `[C, 1]`."""
+    """Losses `[C]`, `exp(z - max)` `[C, V]` and its row sums `[C, 1]`."""
     ignored, dtype = labels == ignore_index, accumulation_dtype(rows.dtype)
     if rows.is_cuda and rows.dtype != dtype:
         logits = torch.mm(rows, weight.t(), out_dtype=dtype)  # the GEMM's fp32 sums, unrounded
@@ -136,13 +137,6 @@ def _logit_gradients(
     gradients = exponentials if same else torch.empty_like(exponentials, dtype=dtype)
     torch.mul(exponentials, scale, out=gradients)
     return gradients.scatter_(1, places, at_target.to(dtype))
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if a.is_cuda and a.dtype != total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _chunks(

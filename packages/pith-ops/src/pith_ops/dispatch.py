@@ -4,7 +4,7 @@ R ranks share E experts, `E_local = E / R` each, in order. T tokens of this rank
 each (`ids [T, K]` int32, -1 is "sent nowhere"). The way of one micro-batch:
 
     sender    count_dispatch    rows and pairs for every rank: a first, small all-to-all
-              plan_dispatch     a token goes once to every rank holding one of its experts (N rows)
+              plan_dispatch     a token goes once to each rank with one of its experts (N rows)
               send_weights      the routing weights travel beside it
     receiver  plan_experts      M rows received -> P (row, expert) pairs sorted by expert
               gather_rows       [M, H] -> [P, H], then the experts run on [P, H]
@@ -15,8 +15,8 @@ The gradient, sent as the tokens were, meets `weighted_partial_sums_backward`, t
 `sum_pairs`, and `sum_ranks` with `sum_rank_weights` at home.
 
 Every sum runs in the accumulation dtype in a fixed order (experts, then ranks ascending) and is
-rounded once. The host never waits: the caller passes the sizes that depend on the data. The trap:
-"absent" is -1, a valid index; such rows are masked, never multiplied by 0: 0 times NaN is NaN.
+rounded once. The host never waits: the caller passes the sizes. The trap: "absent" is -1, a valid
+index; such rows are masked, never multiplied by 0, since 0 times NaN is NaN.
 """
 
 from collections.abc import Sequence
@@ -31,35 +31,32 @@ from pith_ops.grouped_linear import Groups
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DispatchPlan:
-    """What this rank sends: N rows by rank, then by token."""
+    """What this rank sends: N rows by rank, then by token; all int32."""
 
     send_tokens: Tensor
-    """`[N]` int32."""
+    """`[N]`."""
     send_ids: Tensor
-    """`[N, K]` int32, local to the receiver, -1 for slots held elsewhere."""
+    """`[N, K]`, local to the receiver, -1 for slots held elsewhere."""
     token_rows: Tensor
-    """`[T, R]` int32, row of token t for rank r or -1."""
+    """`[T, R]`, row of token t for rank r or -1."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertPlan:
-    """How M received rows spread into P pairs sorted by expert, then by row."""
+    """How M received rows spread into P pairs sorted by expert, then by row; all int32."""
 
     pair_rows: Tensor
-    """`[P]` int32, row of each pair."""
+    """`[P]`, row of each pair."""
     pair_slots: Tensor
-    """`[P]` int32, its k in 0..K-1."""
+    """`[P]`, its k in 0..K-1."""
     row_pairs: Tensor
-    """`[M, K]` int32, pairs of each row by ascending expert, then -1."""
+    """`[M, K]`, pairs of each row by ascending expert, then -1."""
     groups: Groups
     """Pairs of each local expert."""
 
 
 def count_dispatch(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
-    """`[R, 1 + E_local]` int64: rows to each rank, then pairs per expert there.
-
-    A ValueError unless R divides E.
-    """
+    """`[R, 1 + E_local]` int64: rows to each rank, pairs per expert there; R must divide E."""
     rows = _needed_ranks(ids, num_experts, num_ranks).sum(0)
     # Not bincount: on CUDA it makes the host wait for the largest id.
     pairs = ids.new_zeros(num_experts + 1, dtype=torch.int64)
@@ -92,12 +89,12 @@ def send_weights(plan: DispatchPlan, weights: Tensor) -> Tensor:
 
 
 def plan_experts(received_ids: Tensor, num_local_experts: int, sizes: Sequence[int]) -> ExpertPlan:
-    """The receiver's side; `sizes`, the pairs of each expert over all senders, or a ValueError."""
+    """The receiver's side; a ValueError unless `sizes` are the pairs of each expert."""
     num_slots = received_ids.shape[1]
     if len(sizes) != num_local_experts or sum(sizes) > received_ids.numel():
         raise ValueError(
             f"sizes: {list(sizes)} does not fit {num_local_experts} local experts and "
-            f"{received_ids.numel()} slots; pass the received pair counts summed over senders"
+            f"{received_ids.numel()} slots; sum the received pair counts over senders"
         )
     groups = Groups.from_sizes(sizes, received_ids.device)
     absent = received_ids < 0
@@ -123,19 +120,19 @@ def gather_rows(rows: Tensor, plan: ExpertPlan) -> Tensor:
 
 def sum_pairs(grad_pairs: Tensor, plan: ExpertPlan) -> Tensor:
     """Backward of `gather_rows`."""
-    return _sum_rows(grad_pairs, plan.row_pairs).to(grad_pairs.dtype)
+    return _sum_rows(grad_pairs, plan.row_pairs)
 
 
 def weighted_partial_sums(outputs: Tensor, received_weights: Tensor, plan: ExpertPlan) -> Tensor:
     """`sum over experts here of w_e y_e`; weights `[M, K]` in the accumulation dtype."""
     weights = received_weights[plan.pair_rows, plan.pair_slots]
-    return _sum_rows(outputs, plan.row_pairs, weights).to(outputs.dtype)
+    return _sum_rows(outputs, plan.row_pairs, weights)
 
 
 def weighted_partial_sums_backward(
     grad: Tensor, outputs: Tensor, received_weights: Tensor, plan: ExpertPlan
 ) -> tuple[Tensor, Tensor]:
-    """`grad [M, H]` -> `w_e dy` `[P, H]`, and `dy . y_e` `[M, K]`, 0 in slots held elsewhere."""
+    """`grad [M, H]` -> `w_e dy` `[P, H]`, `dy . y_e` `[M, K]`, 0 in slots held elsewhere."""
     slots, dtype = (plan.pair_rows, plan.pair_slots), accumulation_dtype(outputs.dtype)
     pair_grads = grad[plan.pair_rows].to(dtype)
     grad_weights = torch.zeros(received_weights.shape, dtype=dtype, device=grad.device)
@@ -148,7 +145,7 @@ def sum_ranks(returned: Tensor, plan: DispatchPlan) -> Tensor:
     """Sum a token's rows, partial sums or gradients; zero if it was sent nowhere."""
     # A token has at most K rows however large R is.
     rows = _present_first(plan.token_rows)[:, : plan.send_ids.shape[1]]
-    return _sum_rows(returned, rows).to(returned.dtype)
+    return _sum_rows(returned, rows)
 
 
 def sum_rank_weights(grad_weights_rows: Tensor, plan: DispatchPlan) -> Tensor:
@@ -179,12 +176,10 @@ def _sum_rows(source: Tensor, positions: Tensor, weights: Tensor | None = None) 
     """`[A, H]`: the sum over j of `weights[p] source[p]` where `p = positions[i, j]` is not -1."""
     dtype = accumulation_dtype(source.dtype)
     total = source.new_zeros(len(positions), source.shape[1], dtype=dtype)
-    if len(source) == 0:
-        return total
-    for column in positions.unbind(1):
+    for column in positions.unbind(1) if len(source) else ():
         index, absent = column.clamp(min=0), (column < 0)[:, None]
         rows = source.index_select(0, index).to(dtype)
         if weights is not None:
             rows *= weights.index_select(0, index)[:, None]
         total += rows.masked_fill_(absent, 0)
-    return total
+    return total.to(source.dtype)

@@ -6,9 +6,8 @@ Group g holds rows `offsets[g - 1] : offsets[g]`. Forward, dgrad and wgrad are o
     dx [P, in]      = dy [P, out] . W       per group
     dW [G, out, in] = dy^T . x              per group, zeros for a group without rows
 
-by torch's `grouped_mm` on CUDA in bf16, and by a loop elsewhere. The trap: rows past the last group
-(padding) may hold NaN, and a grouped GEMM leaves their outputs unwritten. Here they are cut off and
-their outputs are zeros.
+by torch's `grouped_mm` on CUDA in bf16, by a loop elsewhere. The trap: rows past the last group
+(padding) may hold NaN, and `grouped_mm` leaves their outputs unwritten; here they are zeros.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ class Groups:
     sizes: tuple[int, ...]
     """Rows of each group."""
     offsets: Tensor
-    """`[G]` int32 on the device, end row of each group."""
+    """`[G]` int32 on the device, where each ends."""
 
     @property
     def total(self) -> int:
@@ -42,7 +41,7 @@ class Groups:
     def from_sizes(cls, sizes: Sequence[int], device: torch.device | str) -> "Groups":
         """A ValueError if a size is negative."""
         if any(size < 0 for size in sizes):
-            raise ValueError(f"sizes: {list(sizes)} has a negative group size; sizes count rows")
+            raise ValueError(f"sizes: {list(sizes)} has a negative size")
         offsets = torch.tensor(list(accumulate(sizes)), dtype=torch.int32)
         if torch.device(device).type == "cuda":
             # From pageable memory the copy would make the host wait.
@@ -72,7 +71,7 @@ def grouped_linear(
     if x.is_cuda and x.dtype == torch.bfloat16 and (weight.shape[1] % 8 or weight.shape[2] % 8):
         raise ValueError(
             f"weight {tuple(weight.shape)}: bf16 on CUDA needs `out` and `in` to be multiples of "
-            "8; choose such sizes or compute in fp32"
+            "8; else compute in fp32"
         )
     return _GroupedLinear.apply(x, weight, groups, weight_grads)
 

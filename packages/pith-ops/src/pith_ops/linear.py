@@ -31,8 +31,8 @@ def linear(
         return functional.linear(x, weight, bias)
     if not weight.is_leaf:
         raise ValueError(
-            f"linear: the weight {list(weight.shape)} is computed from another tensor, so its "
-            "gradient cannot be deferred; pass the parameter itself or weight_grads=None"
+            f"linear: the weight {list(weight.shape)} is computed, so its gradient cannot be "
+            "deferred; pass the parameter itself or weight_grads=None"
         )
     return _DeferredLinear.apply(x, weight, bias, weight_grads)
 

@@ -24,8 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x [..., H]` normalised, times `weight [H]`; x's shape and dtype."""
     if weight.shape != x.shape[-1:]:
         raise ValueError(
-            f"rms_norm: weight has shape {list(weight.shape)}; "
-            f"it must be {[x.shape[-1]]}, the last dim of x"
+            f"rms_norm: weight has shape {list(weight.shape)}; it must be {[x.shape[-1]]} as in x"
         )
     return _RmsNorm.apply(x, weight, eps)
 

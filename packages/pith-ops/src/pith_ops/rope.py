@@ -38,6 +38,6 @@ def rope_table(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x [T, h, D]` by `cos, sin [T, D/2]`; autograd keeps the table only, never `x`."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    cos, sin = cos[:, None], sin[:, None]
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x.dtype)

@@ -19,10 +19,7 @@ from torch.nn.functional import silu
 def swiglu(gate_up: Tensor) -> Tensor:
     """`gate_up [..., 2I]`, gate first, -> `[..., I]` in the same dtype."""
     if gate_up.shape[-1] % 2:
-        raise ValueError(
-            f"swiglu: last dim of gate_up is {gate_up.shape[-1]}; it must be even, "
-            "gate in the first half and up in the second"
-        )
+        raise ValueError(f"swiglu: last dim of gate_up is {gate_up.shape[-1]}; it must be even")
     return _SwiGLU.apply(gate_up)
 
 

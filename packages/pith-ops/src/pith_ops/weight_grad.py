@@ -1,15 +1,13 @@
 """Weight gradients for later: a queue that backward passes push to and a schedule drains.
 
-The backward of `y = x W^T` has two halves of equal cost. Only one is on the critical path:
-
     dgrad   dx = dy W          the layer below waits for it
     wgrad   dW = dy^T x        nobody waits for it before the step's reduction
 
 With a queue the backward of `linear` or `grouped_linear` returns `dx` and pushes the facts of `dW`:
 a zero-bubble pipeline runs them in its bubbles (Qi et al., arXiv 2401.10241), an overlapped one
 under an all-to-all. An entry keeps `x` and `dy` until it has run. The trap: autograd never sees
-these gradients, and hooks on the parameter do not fire; drain the queue before reading
-`weight.grad`, which may be a preset fp32 buffer of a bf16 weight.
+these gradients and fires no hooks; drain the queue before reading `weight.grad`, which may be a
+preset fp32 buffer of a bf16 weight.
 """
 
 from collections import deque
@@ -48,12 +46,12 @@ class WeightGradQueue:
         return len(self._entries)
 
     def push(self, entry: WeightGradEntry) -> None:
-        """A ValueError refuses a weight that cannot hold a gradient."""
+        """Add an entry; a ValueError refuses a weight that takes no gradient."""
         if not (entry.weight.is_leaf and entry.weight.requires_grad):
+            kind = "frozen" if entry.weight.is_leaf else "computed"
             raise ValueError(
-                "weight: a deferred weight gradient needs a leaf that requires a gradient, got "
-                f"a {'frozen' if entry.weight.is_leaf else 'computed'} tensor of shape "
-                f"{tuple(entry.weight.shape)}; pass weight_grads=None for it"
+                f"weight: a {kind} tensor {list(entry.weight.shape)} takes no deferred gradient; "
+                "pass weight_grads=None for it"
             )
         self._entries.append(entry)
 
