@@ -1,7 +1,6 @@
 """Single-device operators: a PyTorch reference each and, where it pays, a kernel or library.
 
-Importing any of them needs torch 2.11. Older releases lack functions that the operators import, so
-the version is compared here, before one of those imports fails without saying why.
+Their imports need torch 2.11, which is checked here, before one of them fails without saying why.
 """
 
 from importlib.metadata import version
@@ -9,7 +8,7 @@ from re import findall
 
 
 def check_torch_version(found: str) -> None:
-    """Raise a ValueError of one line, found and needed, when torch is older than 2.11."""
+    """Raise a ValueError when torch is older than 2.11."""
     if tuple(int(part) for part in findall(r"\d+", found)[:2]) < (2, 11):
         raise ValueError(f"torch {found} found, 2.11 or newer needed: pip install 'torch>=2.11'")
 

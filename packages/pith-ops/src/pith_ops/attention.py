@@ -7,14 +7,13 @@ Per query head h, with g = h // (Hq / Hkv) the key/value head it shares:
     out[i]  = sum over j of exp(s[i, j] - lse[i]) * v[j, g]
     ds      = exp(s - lse) * (dout . v' - delta),   delta[i] = dout[i] . out[i]
 
-The LSE merges partial results over blocks of keys; torch's public operator does not return it,
-those below it do. The last formula is all of a backward, and needs of the forward only out and lse:
-given those of *all* keys, `attention_backward` over some keys yields their share of the gradients.
-Ring attention and sinks rest on that. `Visibility` says what a query sees; one that sees nothing
-gives 0 and LSE -inf.
+The LSE, which torch's public operator does not return, merges partial results over blocks of keys.
+The last formula needs of the forward only out and lse: given those of *all* keys, a backward over
+some keys yields their share of the gradients. Ring attention and sinks rest on that. A query that
+sees nothing gives 0 and LSE -inf.
 
-`REFERENCE` is plain torch and holds all S x K scores; `FLASH` is torch's FlashAttention-2 (Dao
-2023, arXiv 2307.08691) on CUDA and its counterpart on CPUs; `CUDNN` is cuDNN's on CUDA.
+`REFERENCE` holds all S x K scores; `FLASH` is torch's FlashAttention-2 (Dao 2023, arXiv 2307.08691)
+on CUDA and its counterpart on CPUs; `CUDNN` is cuDNN's.
 
 The trap: below torch's public interface nothing is checked. When S and K differ, cuDNN and torch's
 CPU operator align the mask at the top left; a query without keys gets +inf, -inf or a finite LSE;
@@ -36,7 +35,7 @@ from pith_ops.weight_grad import dense_weight_grad
 
 
 class AttentionBackend(Enum):
-    """Who computes attention, in the order in which "auto" prefers them."""
+    """Who computes attention, in the order of "auto"."""
 
     CUDNN = "cudnn"
     FLASH = "flash"
@@ -47,17 +46,17 @@ class AttentionBackend(Enum):
 class Visibility:
     """Which of K keys each of S queries sees.
 
-    Masks align at the bottom right: key j is `(i - S) - (j - K)` places before query i. With
-    `offsets`, S and K are the lengths of the segments of i and j, and i and j count from there.
+    Aligned at the bottom right: key j is `(i - S) - (j - K)` places before query i, counted within
+    their segments if there are `offsets`.
     """
 
     causal: bool = True
-    """Whether a query sees no key after itself."""
+    """No key after the query itself."""
     window: int | None = None
-    """A query sees itself and the `window - 1` keys before it; None for all."""
+    """The query's own key and `window - 1` before it; None for all."""
     offsets: tuple[Tensor, Tensor] | None = None
-    """`[N + 1]` int32 each, ascending from 0 to `B * S` and `B * K`: queries of segment n see keys
-    of segment n alone; None for one segment a sequence."""
+    """`[N + 1]` int32 each, ascending from 0 to `B * S` and `B * K`, of segments that see only
+    themselves; None for one segment a sequence."""
 
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or not self.causal):
@@ -68,65 +67,42 @@ class Visibility:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionCapability:
+class _Capability:
     """What one backend can do on one kind of device."""
 
     backend: AttentionBackend
-    """Who computes."""
     column: DeviceColumn
-    """Where."""
-    dtypes: tuple[torch.dtype, ...]
-    """Of query, key and value."""
-    max_head_dim: int | None = None
-    """Largest head dim, None without a limit."""
-    head_dim_multiple: int = 1
-    """What divides every head dim."""
-    other_value_dim: bool = False
-    """Whether values may have another head dim than queries and keys."""
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    head_dims: range | None = range(8, 257, 8)  # None for all
+    other_value_dim: bool = False  # than that of queries and keys
     packed: bool = True
-    """Whether it takes document offsets."""
     window: bool = True
-    """Whether it takes a sliding window."""
-    other_lengths: bool = True
-    """Whether a causal call may have more keys than queries."""
-    deterministic: bool = True
-    """Whether two backwards agree bit for bit; flash on CUDA only under
-    `torch.use_deterministic_algorithms`."""
+    other_lengths: bool = True  # more keys than queries in a causal call
+    deterministic: bool = True  # flash on CUDA: under torch.use_deterministic_algorithms
 
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
+_GPUS = (DeviceColumn.SM_90, DeviceColumn.SM_100)
 
-# The rows of SM_90 are what ran on an H200; those of SM_100 repeat them and have never run.
-ATTENTION_TABLE: tuple[AttentionCapability, ...] = (
+# The rows of SM_90 ran on an H200; those of SM_100 repeat them and have never run.
+ATTENTION_TABLE: tuple[_Capability, ...] = (
     *(
-        AttentionCapability(
+        _Capability(
             backend=AttentionBackend.CUDNN,
             column=column,
-            dtypes=HALF_DTYPES,
-            max_head_dim=256,
-            head_dim_multiple=8,
             other_value_dim=True,
             packed=False,
             window=False,
             other_lengths=False,
             deterministic=False,
         )
-        for column in (DeviceColumn.SM_90, DeviceColumn.SM_100)
+        for column in _GPUS
     ),
-    *(
-        AttentionCapability(
-            backend=AttentionBackend.FLASH,
-            column=column,
-            dtypes=HALF_DTYPES,
-            max_head_dim=256,
-            head_dim_multiple=8,
-        )
-        for column in (DeviceColumn.SM_90, DeviceColumn.SM_100)
-    ),
-    AttentionCapability(
+    *(_Capability(backend=AttentionBackend.FLASH, column=column) for column in _GPUS),
+    _Capability(
         backend=AttentionBackend.FLASH,
         column=DeviceColumn.CPU,
-        dtypes=(torch.float64, torch.float32, *HALF_DTYPES),
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        head_dims=None,
     ),
 )
 
@@ -142,23 +118,15 @@ def choose_attention_backend(
     window: bool = False,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """Turn "auto" or a backend's name into a backend that can do the job, before a model is built.
+    """The backend of that name, or with "auto" the first that can do what is asked.
 
-    `packed`: document offsets will be passed; `window`: a sliding window, over more keys than
-    queries if cp > 1; `deterministic`: refuse a backend whose backward differs from run to run. A
-    ValueError says what is missing and which backends can.
+    `packed`: document offsets; a window may meet more keys than queries. A ValueError says what is
+    missing and which backends can.
     """
+    asked = {"packed": packed, "window": window, "other_lengths": window}
     violations = {
         backend.value: attention_violations(
-            backend,
-            device,
-            dtype,
-            head_dim,
-            value_dim,
-            packed=packed,
-            window=window,
-            other_lengths=window,
-            deterministic=deterministic,
+            backend, device, dtype, head_dim, value_dim, deterministic=deterministic, **asked
         )
         for backend in AttentionBackend
     }
@@ -189,11 +157,7 @@ def attention_violations(
     other_lengths: bool = False,
     deterministic: bool = False,
 ) -> list[str]:
-    """Everything that keeps `backend` from doing the job, in words; empty if it can.
-
-    The flags ask for document offsets, a sliding window, more keys than queries in a causal call,
-    and bit-equal repeated runs.
-    """
+    """What `backend` cannot do of what is asked, in words."""
     if backend is AttentionBackend.REFERENCE:
         return []
     rows = {row.column: row for row in ATTENTION_TABLE if row.backend is backend}
@@ -205,10 +169,9 @@ def attention_violations(
     if dtype not in row.dtypes:
         violations.append(f"dtype {dtype} is none of {', '.join(map(str, row.dtypes))}")
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim)):
-        if dim % row.head_dim_multiple or (row.max_head_dim and dim > row.max_head_dim):
-            violations.append(
-                f"{name} {dim} is no multiple of {row.head_dim_multiple} up to {row.max_head_dim}"
-            )
+        if row.head_dims and dim not in row.head_dims:
+            step, largest = row.head_dims.step, row.head_dims[-1]
+            violations.append(f"{name} {dim} is no multiple of {step} up to {largest}")
     if value_dim != head_dim and not row.other_value_dim:
         violations.append(f"value_dim {value_dim} differs from head_dim {head_dim}")
     if packed and not row.packed:
@@ -235,46 +198,36 @@ def attention(
     """Attention of every sequence or document with itself, causal unless `visibility` says else.
 
     `query [B, S, Hq, D]`, `key [B, K, Hkv, D]`, `value [B, K, Hkv, Dv]` -> output `[B, S, Hq, Dv]`
-    in their dtype and LSE `[B, Hq, S]` in the accumulation dtype. `scale` is `D ** -0.5` when None;
-    `sinks [Hq]` are logits that take weight and have no value. Only `REFERENCE` differentiates the
-    LSE. A ValueError says what does not fit or what the backend cannot do.
+    in their dtype and LSE `[B, Hq, S]` in the accumulation dtype, which only `REFERENCE`
+    differentiates. `scale` is `D ** -0.5` when None; `sinks [Hq]` are logits without a value. A
+    ValueError says what does not fit or what the backend cannot do.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    visibility = visibility or Visibility()
-    _check_operands(query, key, value, visibility, backend)
-    if sinks is not None and sinks.shape != query.shape[2:3]:
-        raise ValueError(
-            f"attention: sinks {list(sinks.shape)} must hold one logit for each of the "
-            f"{query.shape[2]} query heads"
-        )
+    settings = {"scale": scale, "visibility": visibility or Visibility(), "backend": backend}
     if backend is AttentionBackend.REFERENCE:
-        return attention_reference(
-            query, key, value, scale=scale, visibility=visibility, sinks=sinks
-        )
-    return _Attention.apply(query, key, value, sinks, scale, visibility, backend)
+        return _attend(query, key, value, sinks, settings)
+    return _Attention.apply(query, key, value, sinks, settings)
 
 
 def attention_reference(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    scale: float | None = None,
-    visibility: Visibility | None = None,
-    sinks: Tensor | None = None,
+    scale: float,
+    visibility: Visibility,
 ) -> tuple[Tensor, Tensor]:
     """The formula by plain autograd in the accumulation dtype, the output rounded once."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = _reference_scores(query, key, scale, visibility or Visibility())
+    wide = accumulation_dtype(query.dtype)
+    grouped = query.to(wide).unflatten(2, (key.shape[2], -1))
+    scores = torch.einsum("bihgd,bjhd->bhgij", grouped, key.to(wide)) * scale
+    visible = _visible_keys(query, key, visibility)[:, None, None]
+    scores = scores.masked_fill(~visible, -torch.inf)
     lse = scores.logsumexp(-1)
     # A query without keys: exp(-inf - 0) = 0, where exp(-inf - -inf) would be NaN.
     shift = lse.masked_fill(lse == -torch.inf, 0.0)
     probabilities = (scores - shift[..., None]).exp()
-    out = torch.einsum("bhgij,bjhd->bihgd", probabilities, value.to(scores.dtype))
-    out, lse = out.flatten(2, 3), lse.flatten(1, 2)
-    if sinks is not None:
-        out, lse = apply_sinks(out, lse, sinks)
-    return out.to(query.dtype), lse
+    out = torch.einsum("bhgij,bjhd->bihgd", probabilities, value.to(wide))
+    return out.flatten(2, 3).to(query.dtype), lse.flatten(1, 2)
 
 
 def attention_forward(
@@ -286,40 +239,36 @@ def attention_forward(
     visibility: Visibility,
     backend: AttentionBackend,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE over these keys, as in `attention`, but without autograd."""
+    """`attention` without sinks; only `REFERENCE` has a gradient."""
     _check_operands(query, key, value, visibility, backend)
-    offsets = visibility.offsets
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    heads_first = [x.transpose(1, 2) for x in (query, key, value)]
     match backend:
         case AttentionBackend.REFERENCE:
-            return attention_reference(query, key, value, scale=scale, visibility=visibility)
+            return attention_reference(query, key, value, scale, visibility)
         case AttentionBackend.CUDNN:
             out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-                q, k, v, None, True, 0.0, visibility.causal, False, scale=scale
+                *heads_first, None, True, 0.0, visibility.causal, False, scale=scale
             )
             return out.transpose(1, 2), lse.squeeze(-1)
         case AttentionBackend.FLASH if query.is_cuda:
-            rows = _flash_rows((query, key, value), visibility)
-            operands = (*rows, *(offsets or (None, None)), query.shape[1], key.shape[1])
+            tensors = (query, key, value)
+            rows, settings, window = _flash_arguments(tensors, query, key, visibility)
             out, lse, *_ = torch.ops.aten._flash_attention_forward(
-                *operands, 0.0, visibility.causal, False, **_flash_settings(scale, visibility)
+                *rows, *settings, False, scale=scale, **window
             )
-            if offsets is not None:
+            if visibility.offsets is not None:
                 lse = lse.unflatten(1, query.shape[:2]).transpose(0, 1)
-                lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # what it says of no keys
+                lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # no keys
             return out.view(*query.shape[:3], -1), lse
         case AttentionBackend.FLASH:
             causal, mask = _cpu_mask(query, key, visibility)
-            blind = None
-            if mask is not None:
-                # A row without keys has no softmax: it sees all, and becomes 0 and -inf below.
-                blind = (mask == -torch.inf).all(-1, keepdim=True)
-                mask = mask.masked_fill(blind, 0.0)
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+                *heads_first, 0.0, causal, attn_mask=mask, scale=scale
             )
-            if blind is not None:
-                out, lse = out.masked_fill(blind, 0.0), lse.masked_fill(blind[..., 0], -torch.inf)
+            if mask is not None:
+                blind = (mask == -torch.inf).all(-1)
+                out = out.masked_fill(blind[..., None], 0.0)
+                lse = lse.masked_fill(blind, -torch.inf)
             return out.transpose(1, 2), lse
 
 
@@ -335,32 +284,36 @@ def attention_backward(
     visibility: Visibility,
     backend: AttentionBackend,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value that go through these keys.
-
-    `grad` and `out` `[B, S, Hq, Dv]` and `lse` `[B, Hq, S]` are those of the whole softmax, other
-    keys and sinks included.
-    """
-    # exp(s - inf) is 0 for a query without keys, where exp(-inf - -inf) would be NaN.
+    """Gradients through these keys; out and LSE are of the whole softmax, sinks included."""
+    # As in the reference: exp(s - inf) = 0 for a query without keys.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
-    lengths, rows = (query.shape[1], key.shape[1]), (grad.contiguous(), query, key, value, out)
-    heads_first = [x.transpose(1, 2) for x in rows]
+    tensors = (grad.contiguous(), query, key, value, out)
+    heads_first = [x.transpose(1, 2) for x in tensors]
     match backend:
         case AttentionBackend.REFERENCE:
-            return _reference_backward(*rows, lse, scale, visibility)
+            # The derivatives of the sum of `exp(part's lse - lse) * dout . (part - out)`.
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+                q, k, v = (x.to(lse.dtype) for x in leaves)
+                part, part_lse = attention_reference(q, k, v, scale, visibility)
+                share = (part_lse - lse).exp().transpose(1, 2)[..., None]
+                total = (share * grad * (part - out)).sum()
+            dq, dk, dv = torch.autograd.grad(total, leaves)
+            return dq, dk, dv
         case AttentionBackend.CUDNN:
-            # Random state that only dropout would use; no bias, no offsets.
+            # Random state for dropout; no bias, no offsets.
             unused = (*torch.zeros(2, 1, dtype=torch.int64, device=lse.device), None, None, None)
+            settings = (query.shape[1], key.shape[1], 0.0, visibility.causal)
             grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                *heads_first, lse[..., None], *unused, *lengths, 0.0, visibility.causal, scale=scale
+                *heads_first, lse[..., None], *unused, *settings, scale=scale
             )
         case AttentionBackend.FLASH if query.is_cuda:
-            offsets = visibility.offsets or (None, None)
             if visibility.offsets is not None:
                 lse = lse.transpose(0, 1).flatten(1).contiguous()
-            state = torch.zeros(2, dtype=torch.uint64, device=lse.device)
-            operands = (*_flash_rows(rows, visibility), lse, *offsets, *lengths, 0.0)
+            rows, settings, window = _flash_arguments(tensors, query, key, visibility)
+            unused = torch.zeros(2, dtype=torch.uint64, device=lse.device)
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                *operands, visibility.causal, state, state[0], **_flash_settings(scale, visibility)
+                *rows, lse, *settings, unused, unused[0], scale=scale, **window
             )
             return dq.view(query.shape), dk.view(key.shape), dv.view(value.shape)
         case AttentionBackend.FLASH:
@@ -401,34 +354,40 @@ def expand_latent_backward(
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add sinks `[Hq]` to the softmax of a finished result: the keys keep `sigmoid(lse - sink)`."""
+    """Add sinks `[Hq]` to a finished softmax: the keys keep `sigmoid(lse - sink)`."""
+    if sinks.shape != lse.shape[1:2]:
+        raise ValueError(
+            f"attention: sinks {list(sinks.shape)} must hold one logit for each of the "
+            f"{lse.shape[1]} query heads"
+        )
     logits = sinks.to(lse.dtype)[:, None]
     kept = (lse - logits).sigmoid().transpose(1, 2)[..., None]
     return (out * kept).to(out.dtype), torch.logaddexp(lse, logits)
 
 
 def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """`-sum over queries of exp(sink - lse) * delta`, `[Hq]`, with out and lse after the sinks."""
-    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    """`-sum over queries of exp(sink - lse) * delta`, `[Hq]`; out and lse include the sinks."""
+    delta = (grad * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def sequence_offsets(documents: Tensor, num_sequences: int, length: int) -> Tensor:
-    """Offsets of documents `[D + 1]` int32, from 0 to the number of tokens, cut at sequences too.
-
-    -> `[D + B + 2]` int32, ascending, for `Visibility`.
-    """
+    """Document offsets `[D + 1]` int32 -> `[D + B + 2]` for `Visibility`, cut at sequences too."""
     _check_offsets(documents, num_sequences * length)
     starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=documents.device) * length
-    # Sorted, not deduplicated: counting the distinct ones would make the host wait, and an offset
-    # that occurs twice is an empty document.
+    # Not deduplicated: the host would wait for the number of distinct ones.
     return torch.cat([documents, starts]).sort().values
 
 
-class _Attention(torch.autograd.Function):
-    """The pair of functions above as one differentiable operator."""
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, settings: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    out, lse = attention_forward(query, key, value, **settings)
+    return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
+
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -436,17 +395,11 @@ class _Attention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        scale: float,
-        visibility: Visibility,
-        backend: AttentionBackend,
+        settings: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        out, lse = attention_forward(
-            query, key, value, scale=scale, visibility=visibility, backend=backend
-        )
-        if sinks is not None:
-            out, lse = apply_sinks(out, lse, sinks)
+        out, lse = _attend(query, key, value, sinks, settings)
         ctx.save_for_backward(query, key, value, out, lse, sinks)
-        ctx.scale, ctx.visibility, ctx.backend = scale, visibility, backend
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -456,13 +409,11 @@ class _Attention(torch.autograd.Function):
         if grad_lse is not None:
             raise ValueError(
                 "attention: a gradient arrived at the LSE, which only the backend 'reference' "
-                "differentiates; detach the LSE or use that backend"
+                "differentiates; detach it or use that backend"
             )
         query, key, value, out, lse, sinks = ctx.saved_tensors
-        settings = {"scale": ctx.scale, "visibility": ctx.visibility, "backend": ctx.backend}
-        grads = attention_backward(grad, query, key, value, out, lse, **settings)
-        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
-        return *grads, dsinks, None, None, None
+        grads = attention_backward(grad, query, key, value, out, lse, **ctx.settings)
+        return *grads, None if sinks is None else sinks_gradient(grad, out, lse, sinks), None
 
 
 def _check_operands(
@@ -476,32 +427,24 @@ def _check_operands(
             "[B, K, Hkv, D], [B, K, Hkv, Dv] with Hq a multiple of Hkv"
         )
     if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(
-            f"attention: dtypes {query.dtype}, {key.dtype}, {value.dtype} must be equal"
-        )
-    aligned = visibility.causal and visibility.offsets is None
+        dtypes = f"{query.dtype}, {key.dtype}, {value.dtype}"
+        raise ValueError(f"attention: dtypes {dtypes} must be equal")
+    packed, window = visibility.offsets is not None, visibility.window is not None
+    aligned = visibility.causal and not packed
     for offsets, length in zip(visibility.offsets or (), (q[1], k[1]), strict=False):
         _check_offsets(offsets, q[0] * length)
-    violations = attention_violations(
-        backend,
-        query.device,
-        query.dtype,
-        q[3],
-        v[3],
-        packed=visibility.offsets is not None,
-        window=visibility.window is not None,
-        other_lengths=aligned and k[1] != q[1],
-    )
+    asked = {"packed": packed, "window": window, "other_lengths": aligned and k[1] != q[1]}
+    violations = attention_violations(backend, query.device, query.dtype, q[3], v[3], **asked)
     if aligned and k[1] < q[1] and backend is not AttentionBackend.REFERENCE:
         violations.append(
-            f"{q[1]} queries of {k[1]} keys: some see none, which only 'reference' takes"
+            f"{q[1]} queries, {k[1]} keys: some see none, which only 'reference' takes"
         )
     if violations:
         raise ValueError(f"attention with backend {backend.value!r}: {'; '.join(violations)}")
 
 
 def _check_offsets(offsets: Tensor, num_tokens: int) -> None:
-    """Values are trusted on CUDA, where a look would make the host wait."""
+    """On CUDA values are trusted: a look would make the host wait."""
     fault = None
     if offsets.dtype != torch.int32 or offsets.ndim != 1:
         fault = f"{offsets.dtype} {list(offsets.shape)} must be int32 offsets [D+1]"
@@ -514,54 +457,21 @@ def _check_offsets(offsets: Tensor, num_tokens: int) -> None:
 
 
 def _visible_keys(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor:
-    """Which key each query sees, bool `[B, S, K]`."""
+    """Which key each query sees, bool `[B or 1, S, K]`."""
+    batch, offsets, lengths = len(query), visibility.offsets, (query.shape[1], key.shape[1])
+    if offsets is None:
+        batch, offsets = 1, [torch.arange(2, device=query.device) * length for length in lengths]
     segments, places = [], []
-    for side, x in enumerate((query, key)):
-        batch, length = x.shape[:2]
-        tokens = torch.arange(batch * length, device=x.device, dtype=torch.int32)
-        offsets = torch.arange(batch + 1, device=x.device, dtype=torch.int32) * length
-        if visibility.offsets is not None:
-            offsets = visibility.offsets[side]
-        segment = torch.searchsorted(offsets, tokens, right=True)
-        segments.append(segment.view(batch, -1))
-        places.append((tokens - offsets[segment]).view(batch, -1))  # from the segment's end
-    visible = segments[0][:, :, None] == segments[1][:, None, :]
-    before = places[0][:, :, None] - places[1][:, None, :]
+    for ends, length in zip(offsets, lengths, strict=True):
+        tokens = torch.arange(batch * length, device=query.device, dtype=ends.dtype)
+        segment = torch.searchsorted(ends, tokens, right=True)
+        segments.append(segment.view(batch, length))
+        places.append((tokens - ends[segment]).view(batch, length))
+    visible = segments[0][:, :, None] == segments[1][:, None]
+    before = places[0][:, :, None] - places[1][:, None]
     if visibility.causal:
-        visible = visible & (before >= 0)
+        visible &= before >= 0
     return visible if visibility.window is None else visible & (before < visibility.window)
-
-
-def _reference_scores(query: Tensor, key: Tensor, scale: float, visibility: Visibility) -> Tensor:
-    """`[B, Hkv, Hq / Hkv, S, K]` in the accumulation dtype, -inf where hidden."""
-    wide = accumulation_dtype(query.dtype)
-    grouped = query.to(wide).unflatten(2, (key.shape[2], -1))
-    scores = torch.einsum("bihgd,bjhd->bhgij", grouped, key.to(wide)) * scale
-    hidden = ~_visible_keys(query, key, visibility)
-    return scores.masked_fill(hidden[:, None, None], -torch.inf)
-
-
-def _reference_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    visibility: Visibility,
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores = _reference_scores(query, key, scale, visibility)
-    wide, groups = scores.dtype, (key.shape[2], -1)
-    probabilities = (scores - lse.unflatten(1, groups)[..., None]).exp()
-    grouped, dout = (x.to(wide).unflatten(2, groups) for x in (query, grad))
-    delta = (dout * out.to(wide).unflatten(2, groups)).sum(-1).permute(0, 2, 3, 1)
-    dscores = torch.einsum("bihgd,bjhd->bhgij", dout, value.to(wide)) - delta[..., None]
-    dscores *= probabilities * scale
-    dq = torch.einsum("bhgij,bjhd->bihgd", dscores, key.to(wide)).flatten(2, 3)
-    dk = torch.einsum("bhgij,bihgd->bjhd", dscores, grouped)
-    dv = torch.einsum("bhgij,bihgd->bjhd", probabilities, dout)
-    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
 def _cpu_mask(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[bool, Tensor | None]:
@@ -573,13 +483,12 @@ def _cpu_mask(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[bool,
     return False, query.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf)
 
 
-def _flash_rows(tensors: Sequence[Tensor], visibility: Visibility) -> list[Tensor]:
-    """With offsets the batch is one row of `B * S` tokens, cut at them."""
-    return [x if visibility.offsets is None else x.flatten(0, 1) for x in tensors]
-
-
-def _flash_settings(scale: float, visibility: Visibility) -> dict[str, float]:
-    """FlashAttention counts the keys before and after a query's own; -1 is no limit."""
+def _flash_arguments(
+    tensors: Sequence[Tensor], query: Tensor, key: Tensor, visibility: Visibility
+) -> tuple[list[Tensor], tuple[Any, ...], dict[str, int]]:
+    """Tensors, with offsets as one row of tokens; settings; keys before and after, -1 for all."""
+    offsets, causal = visibility.offsets, visibility.causal
+    rows = [x if offsets is None else x.flatten(0, 1) for x in tensors]
     left = -1 if visibility.window is None else visibility.window - 1
-    right = 0 if visibility.causal else -1
-    return {"scale": scale, "window_size_left": left, "window_size_right": right}
+    window = {"window_size_left": left, "window_size_right": 0 if causal else -1}
+    return rows, (*(offsets or (None, None)), query.shape[1], key.shape[1], 0.0, causal), window

@@ -1,8 +1,7 @@
 """Facts about the machine an operator runs on, never asked at import.
 
-An operator with several backends keeps its table of facts, by backend and device column, beside the
-`match` that calls them. A device without a column (older GPUs, consumer Blackwell, MPS) runs plain
-torch references only. The trap: vendors print the peak with sparsity, twice what training reaches.
+A device without a column (older GPUs, consumer Blackwell, MPS) runs plain torch references only.
+The trap: vendors print the peak with sparsity, twice what training reaches.
 """
 
 from enum import Enum
@@ -12,7 +11,7 @@ import torch
 
 
 class DeviceColumn(Enum):
-    """Kinds of device in capability tables: torch's CPU kernels, Hopper, data-center Blackwell."""
+    """Kinds of device in capability tables: CPU, Hopper, data-center Blackwell."""
 
     CPU = "cpu"
     SM_90 = "sm_90"
@@ -20,18 +19,18 @@ class DeviceColumn(Enum):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of sums, norms, softmax and losses over `dtype`: fp32, float64 for float64."""
+    """Dtype of sums, norms, softmax and losses: fp32, float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @cache
 def device_capability(index: int | None = None) -> tuple[int, int] | None:
-    """Compute capability (major, minor) of a CUDA device (None: the current); None without CUDA."""
+    """Compute capability (major, minor) of a CUDA device, None without CUDA."""
     return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
 
 
 def device_column(device: torch.device) -> DeviceColumn | None:
-    """Column of `device` in a capability table, None for a device without one."""
+    """Column of `device` in a capability table, if any."""
     if device.type == "cpu":
         return DeviceColumn.CPU
     match device_capability(device.index) if device.type == "cuda" else None:
@@ -39,22 +38,20 @@ def device_column(device: torch.device) -> DeviceColumn | None:
             return DeviceColumn.SM_90
         case (10, _):
             return DeviceColumn.SM_100
-        case _:
-            return None
+    return None
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 tensor-core peak of `device` in FLOP/s, None where it is not known (CPUs too)."""
+    """Dense bf16 peak of a GPU in FLOP/s, None where it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    # Vendor data sheets. The first that the device's name contains counts: variants stand first.
+    # Vendor data sheets; the first that the name contains counts.
     sheet = (
         ("H100 PCIe", 756e12),
         ("H100 NVL", 835e12),
         ("H100", 989e12),
-        ("H200", 989e12),
-        ("GH200", 989e12),
+        ("H200", 989e12),  # GH200 too
         ("GB200", 2500e12),
         ("B200", 2250e12),
         ("A100", 312e12),

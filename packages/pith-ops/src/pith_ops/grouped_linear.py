@@ -6,9 +6,8 @@ Group g holds rows `offsets[g - 1] : offsets[g]`. Forward, dgrad and wgrad are o
     dx [P, in]      = dy [P, out] . W       per group
     dW [G, out, in] = dy^T . x              per group, zeros for a group without rows
 
-by torch's `grouped_mm` on CUDA in bf16, which reads the offsets on the device, and by a loop over
-the host sizes elsewhere. The trap: rows past the last group (padding) may hold NaN, and a grouped
-GEMM leaves their outputs unwritten. Here they are cut off and their outputs are zeros.
+by torch's `grouped_mm` on CUDA in bf16, by a loop elsewhere. The trap: rows past the last group
+(padding) may hold NaN, and `grouped_mm` leaves their outputs unwritten; here they are zeros.
 """
 
 from collections.abc import Sequence
@@ -29,9 +28,9 @@ class Groups:
     """How sorted rows divide into G groups."""
 
     sizes: tuple[int, ...]
-    """Rows of each group, on the host."""
+    """Rows of each group."""
     offsets: Tensor
-    """`[G]` int32 on the device: end row of each group."""
+    """`[G]` int32 on the device, where each ends."""
 
     @property
     def total(self) -> int:
@@ -40,12 +39,12 @@ class Groups:
 
     @classmethod
     def from_sizes(cls, sizes: Sequence[int], device: torch.device | str) -> "Groups":
-        """Groups of these sizes; a ValueError if one is negative."""
+        """A ValueError if a size is negative."""
         if any(size < 0 for size in sizes):
-            raise ValueError(f"sizes: {list(sizes)} has a negative group size; sizes count rows")
+            raise ValueError(f"sizes: {list(sizes)} has a negative size")
         offsets = torch.tensor(list(accumulate(sizes)), dtype=torch.int32)
         if torch.device(device).type == "cuda":
-            # From pageable memory the copy would make the host wait for the device.
+            # From pageable memory the copy would make the host wait.
             offsets = offsets.pin_memory()
         return cls(sizes=tuple(sizes), offsets=offsets.to(device, non_blocking=True))
 
@@ -55,10 +54,25 @@ def grouped_linear(
 ) -> Tensor:
     """`x [P, in]` in group order, P >= `groups.total`, `weight [G, out, in]` -> `[P, out]`.
 
-    `weight_grads` takes the weight gradient, None leaves it to autograd. A ValueError says which
-    shapes or dtypes do not fit.
+    Without `weight_grads` autograd takes the weight gradient. A ValueError says what does not fit.
     """
-    _check_operands(x, weight, groups)
+    if weight.ndim != 3 or x.ndim != 2 or x.shape[1] != weight.shape[2]:
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: expected [P, in] and "
+            "[G, out, in] with the same `in`"
+        )
+    if len(groups.sizes) != weight.shape[0] or groups.total > x.shape[0]:
+        raise ValueError(
+            f"groups: {len(groups.sizes)} groups of {groups.total} rows together do not fit "
+            f"{weight.shape[0]} weights and {x.shape[0]} rows"
+        )
+    if x.dtype != weight.dtype:
+        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}: cast one, they must be equal")
+    if x.is_cuda and x.dtype == torch.bfloat16 and (weight.shape[1] % 8 or weight.shape[2] % 8):
+        raise ValueError(
+            f"weight {tuple(weight.shape)}: bf16 on CUDA needs `out` and `in` to be multiples of "
+            "8; else compute in fp32"
+        )
     return _GroupedLinear.apply(x, weight, groups, weight_grads)
 
 
@@ -96,35 +110,11 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _grouped_product(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-    """`x_g @ matrices[g]` per group: `[P, m]`, `[G, m, n]` -> `[P, n]`, zeros past the end."""
+    """`x_g @ matrices[g]` per group: `[P, m]`, `[G, m, n]` -> `[P, n]`."""
     total = groups.total
-    if x.is_cuda and x.dtype == torch.bfloat16 and total > 0:
-        product = grouped_mm(x[:total], matrices, offs=groups.offsets)
-        if total == x.shape[0]:
-            return product
-        return torch.cat([product, product.new_zeros(x.shape[0] - total, product.shape[1])])
-    product = x.new_zeros(x.shape[0], matrices.shape[2])
-    rows = zip(x[:total].split(groups.sizes), product[:total].split(groups.sizes), strict=True)
-    for matrix, (source, target) in zip(matrices, rows, strict=True):
-        torch.mm(source, matrix, out=target)
-    return product
-
-
-def _check_operands(x: Tensor, weight: Tensor, groups: Groups) -> None:
-    if weight.ndim != 3 or x.ndim != 2 or x.shape[1] != weight.shape[2]:
-        raise ValueError(
-            f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: expected [P, in] and "
-            "[G, out, in] with the same `in`"
-        )
-    if len(groups.sizes) != weight.shape[0] or groups.total > x.shape[0]:
-        raise ValueError(
-            f"groups: {len(groups.sizes)} groups of {groups.total} rows together do not fit "
-            f"{weight.shape[0]} weights and {x.shape[0]} rows"
-        )
-    if x.dtype != weight.dtype:
-        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}: cast one, they must be equal")
-    if x.is_cuda and x.dtype == torch.bfloat16 and (weight.shape[1] % 8 or weight.shape[2] % 8):
-        raise ValueError(
-            f"weight {tuple(weight.shape)}: bf16 on CUDA needs `out` and `in` to be multiples of "
-            "8 (rows aligned to 16 bytes); choose such sizes or compute in fp32"
-        )
+    if not x.is_cuda or x.dtype != torch.bfloat16 or total == 0:
+        return grouped_linear_reference(x, matrices.transpose(1, 2), groups)
+    product = grouped_mm(x[:total], matrices, offs=groups.offsets)
+    if total == len(x):
+        return product
+    return torch.cat([product, product.new_zeros(len(x) - total, product.shape[1])])

@@ -2,9 +2,9 @@
 
     y = x W^T + b        dx = dy W        dW = dy^T x        db = sum over rows of dy
 
-Without a queue this is torch's own linear. With one, the backward returns `dx` and `db` and pushes
-the facts of `dW` (`weight_grad.py` says why). The trap: autograd then reports no gradient for the
-weight, not even zeros, and a computed weight (a cast, a slice) could not receive what comes later.
+Without a queue this is torch's own linear; with one, the backward pushes the facts of `dW`
+(`weight_grad.py` says why). The trap: autograd then reports no gradient for the weight, not even
+zeros, and a computed weight (a cast, a slice) could not receive what comes later.
 """
 
 from typing import Any
@@ -23,17 +23,16 @@ def linear(
     bias: Tensor | None = None,
     weight_grads: WeightGradQueue | None = None,
 ) -> Tensor:
-    """`x [..., in]` times `weight [out, in]` transposed, plus `bias [out]`: `[..., out]`.
+    """`x [..., in]`, `weight [out, in]`, `bias [out]` -> `[..., out]`.
 
-    `weight_grads` takes the weight gradient, None leaves it to autograd. A ValueError refuses to
-    defer that of a weight that is not a leaf.
+    `weight_grads` takes the weight gradient, if the weight is a leaf (else a ValueError).
     """
     if weight_grads is None or not (weight.requires_grad and torch.is_grad_enabled()):
         return functional.linear(x, weight, bias)
     if not weight.is_leaf:
         raise ValueError(
-            f"linear: the weight {list(weight.shape)} is computed from another tensor, so its "
-            "gradient cannot be deferred; pass the parameter itself or weight_grads=None"
+            f"linear: the weight {list(weight.shape)} is computed, so its gradient cannot be "
+            "deferred; pass the parameter itself or weight_grads=None"
         )
     return _DeferredLinear.apply(x, weight, bias, weight_grads)
 

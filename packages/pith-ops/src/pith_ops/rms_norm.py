@@ -3,11 +3,10 @@
     rstd = 1 / sqrt(mean(x^2) + eps)      y = weight * (x * rstd)      over the last dim, size H
 
 The trap: `x * rstd`, from the accumulation dtype, is rounded to x's dtype *before* it meets the
-weight, as in the released models. torch rounds once: in bf16 a third of its outputs differ in the
-last bit.
+weight, as in the released models; in bf16 a third of torch's outputs differ in the last bit.
 
-Plain autograd would keep three tensors of x's shape, two in fp32. Kept here: x, the weight and rstd
-(one number per row). With `n = x * rstd` and `g = weight * dy`:
+Plain autograd would keep three tensors of x's shape; kept here are x and rstd, one number per row.
+With `n = x * rstd` and `g = weight * dy`:
 
     dx = rstd * (g - n * mean(g * n))        d_weight = sum over rows of dy * n
 """
@@ -22,11 +21,10 @@ from pith_ops.device import accumulation_dtype
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dim of `x [..., H]`, times `weight [H]`; x's shape and dtype."""
+    """`x [..., H]` normalised, times `weight [H]`; x's shape and dtype."""
     if weight.shape != x.shape[-1:]:
         raise ValueError(
-            f"rms_norm: weight has shape {list(weight.shape)}; "
-            f"it must be {[x.shape[-1]]}, the last dim of x"
+            f"rms_norm: weight has shape {list(weight.shape)}; it must be {[x.shape[-1]]} as in x"
         )
     return _RmsNorm.apply(x, weight, eps)
 
@@ -54,13 +52,12 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         grad_x = grad_weight = None
-        normalised = x.to(rstd.dtype) * rstd
-        wide_grad = grad.to(rstd.dtype)
+        normalised, grad = x.to(rstd.dtype) * rstd, grad.to(rstd.dtype)
         if ctx.needs_input_grad[1]:
-            rows = (wide_grad * normalised.to(x.dtype)).flatten(0, -2)
+            rows = (grad * normalised.to(x.dtype)).flatten(0, -2)
             grad_weight = rows.sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            scaled = wide_grad * weight
+            scaled = grad * weight
             mean = (scaled * normalised).mean(-1, keepdim=True)
             grad_x = ((scaled - normalised * mean) * rstd).to(x.dtype)
         return grad_x, grad_weight, None

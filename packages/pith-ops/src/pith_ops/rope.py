@@ -1,14 +1,14 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), half-split layout.
 
-Elements i and i + D/2 of a head (Hugging Face's "rotate half"; the paper pairs neighbours 2i and
-2i + 1 instead) are rotated by the phase `position * inv_freq[i]`:
+Elements i and i + D/2 of a head (the paper pairs 2i and 2i + 1 instead) are rotated by the phase
+`position * inv_freq[i]`:
 
     inv_freq[i] = theta ** (-2i / D)
     out[i]       = x[i] * cos - x[i + D/2] * sin
     out[i + D/2] = x[i + D/2] * cos + x[i] * sin
 
-Positions are given: packed documents count from 0 in each. The trap: bf16 cannot represent all
-positions above 256, so phases and rotation are in fp32 or wider, rounded once at the end.
+The trap: bf16 cannot represent all positions above 256, so phases and rotation are in fp32 or
+wider, rounded once at the end.
 """
 
 import torch
@@ -22,7 +22,7 @@ def rope_frequencies(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Inverse frequencies `[head_dim / 2]`, radians per position, fp32 or float64."""
+    """`inv_freq [head_dim / 2]`, radians per position, fp32 or float64."""
     if head_dim % 2:
         raise ValueError(f"rope_frequencies: head_dim {head_dim} must be even")
     exponents = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
@@ -36,11 +36,8 @@ def rope_table(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x [T, h, D]` by `cos, sin [T, D/2]`; shape and dtype of `x`.
-
-    For the backward autograd keeps the table only, never `x`.
-    """
+    """Rotate `x [T, h, D]` by `cos, sin [T, D/2]`; autograd keeps the table only, never `x`."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    cos, sin = cos[:, None], sin[:, None]
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x.dtype)

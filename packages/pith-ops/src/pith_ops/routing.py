@@ -5,9 +5,8 @@
     w = s[ids]                    or s[ids] / sum(s[ids]) with `normalise` (`norm_topk_prob`)
 
 Everything runs in the accumulation dtype, autocast or not: neighbouring experts often differ by
-less than a bf16 step. Gradients flow through weights and scores. The trap is ties: `torch.topk`
-promises no order among equal values; a stable sort does. A recomputed forward is handed the ids of
-the first, for logits that a kernel may round otherwise the second time.
+less than a bf16 step. The trap: `torch.topk` promises no order among ties; a stable sort does. A
+recomputed forward is handed the ids of the first: its logits may round otherwise.
 """
 
 import torch
@@ -18,7 +17,7 @@ from pith_ops.device import accumulation_dtype
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Scores before the softmax `[T, N]` of `x [T, H]` and `weight [N, H]`, accumulation dtype."""
+    """`x [T, H]`, `weight [N, H]` -> `[T, N]` in the accumulation dtype."""
     dtype = accumulation_dtype(torch.promote_types(x.dtype, weight.dtype))
     with torch.autocast(x.device.type, enabled=False):
         return functional.linear(x.to(dtype), weight.to(dtype))
@@ -32,12 +31,10 @@ def softmax_topk(
     chosen: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the `top_k` experts of each token from `logits [T, N]`: `(ids, weights, scores)`.
+    """`logits [T, N]` -> ids int32, first choice first, and weights, `[T, K]`; scores `[T, N]`.
 
-    ids int32 `[T, K]`, first choice first; weights `[T, K]` and scores `[T, N]`, differentiable,
-    in the accumulation dtype. `bias [N]` is added to the scores for the choice alone (arXiv
-    2408.15664); `chosen` ids are taken as they are. A ValueError refuses a `top_k` outside 1..N and
-    `chosen` of another shape.
+    `bias [N]` is added to the scores for the choice alone (arXiv 2408.15664); `chosen` ids are
+    taken as they are. A ValueError refuses a `top_k` outside 1..N and `chosen` of another shape.
     """
     num_experts = logits.shape[1]
     if not 1 <= top_k <= num_experts:

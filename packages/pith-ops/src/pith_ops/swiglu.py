@@ -1,13 +1,11 @@
 """SwiGLU (Shazeer 2020, arXiv 2002.05202): `silu(gate) * up` with `silu(z) = z * sigmoid(z)`.
 
-One GEMM makes `gate_up [..., 2I] = [gate | up]`. Plain autograd would keep `silu(gate)` besides,
-half as much memory again on the widest activations of the model; here the backward computes it once
-more and writes both halves into one buffer:
+Plain autograd would keep `silu(gate)` besides `gate_up [..., 2I]`, half as much memory again on the
+widest activations; here the backward computes it once more:
 
     d_up = dy * silu(gate)        d_gate = dy * up * s * (1 + gate * (1 - s)),  s = sigmoid(gate)
 
-The trap: `silu(gate)` is rounded before the product, as in Hugging Face's models, so that bf16
-outputs are bit-equal to theirs.
+The trap: `silu(gate)` is rounded before the product, so that bf16 outputs equal Hugging Face's.
 """
 
 from typing import Any
@@ -19,12 +17,9 @@ from torch.nn.functional import silu
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `gate_up [..., 2I]` (gate first), as `[..., I]` in the same dtype."""
+    """`gate_up [..., 2I]`, gate first, -> `[..., I]` in the same dtype."""
     if gate_up.shape[-1] % 2:
-        raise ValueError(
-            f"swiglu: last dim of gate_up is {gate_up.shape[-1]}; it must be even, "
-            "gate in the first half and up in the second"
-        )
+        raise ValueError(f"swiglu: last dim of gate_up is {gate_up.shape[-1]}; it must be even")
     return _SwiGLU.apply(gate_up)
 
 

@@ -1,17 +1,13 @@
 """Weight gradients for later: a queue that backward passes push to and a schedule drains.
 
-For `y = x W^T` the backward has two halves of equal cost. Only one is on the critical path:
-
     dgrad   dx = dy W          the layer below waits for it
     wgrad   dW = dy^T x        nobody waits for it before the step's reduction
 
-With a `WeightGradQueue` the backward of `linear` or `grouped_linear` returns `dx` and pushes the
-facts of `dW`: a zero-bubble pipeline runs the entries in its bubbles (Qi et al., arXiv 2401.10241),
-an overlapped one under an all-to-all. The price: an entry keeps `x` and `dy` until it has run.
-
-The trap: autograd never sees these gradients, and hooks on the parameter do not fire. They are
-added into `weight.grad`, which may be a preset fp32 buffer while the weight is bf16: drain the
-queue before reading it.
+With a queue the backward of `linear` or `grouped_linear` returns `dx` and pushes the facts of `dW`:
+a zero-bubble pipeline runs them in its bubbles (Qi et al., arXiv 2401.10241), an overlapped one
+under an all-to-all. An entry keeps `x` and `dy` until it has run. The trap: autograd never sees
+these gradients and fires no hooks; drain the queue before reading `weight.grad`, which may be a
+preset fp32 buffer of a bf16 weight.
 """
 
 from collections import deque
@@ -31,11 +27,11 @@ class WeightGradEntry:
     """The facts of one deferred weight gradient."""
 
     weight: Tensor
-    """Leaf `[out, in]`, with groups `[G, out, in]`, whose `.grad` receives the sum."""
+    """Leaf `[out, in]`, with groups `[G, out, in]`."""
     input: Tensor
-    """`[..., in]`, with groups `[P, in]`, detached."""
+    """`[..., in]`, detached."""
     grad_output: Tensor
-    """`[..., out]`, with groups `[P, out]`."""
+    """`[..., out]`."""
     groups: "Groups | None"
     """None for a dense weight."""
 
@@ -50,17 +46,17 @@ class WeightGradQueue:
         return len(self._entries)
 
     def push(self, entry: WeightGradEntry) -> None:
-        """Add an entry; a ValueError refuses a weight that cannot hold a gradient."""
+        """Add an entry; a ValueError refuses a weight that takes no gradient."""
         if not (entry.weight.is_leaf and entry.weight.requires_grad):
+            kind = "frozen" if entry.weight.is_leaf else "computed"
             raise ValueError(
-                "weight: a deferred weight gradient needs a leaf that requires a gradient, got "
-                f"a {'frozen' if entry.weight.is_leaf else 'computed'} tensor of shape "
-                f"{tuple(entry.weight.shape)}; pass weight_grads=None for it"
+                f"weight: a {kind} tensor {list(entry.weight.shape)} takes no deferred gradient; "
+                "pass weight_grads=None for it"
             )
         self._entries.append(entry)
 
     def run_oldest(self) -> None:
-        """Run and drop the oldest entry; a RuntimeError if there is none."""
+        """Run and drop the oldest entry; a RuntimeError without one."""
         if not self._entries:
             raise RuntimeError("run_oldest: the weight gradient queue is empty; check len() first")
         add_weight_grad(self._entries.popleft())
@@ -73,12 +69,12 @@ class WeightGradQueue:
 
 @torch.no_grad()
 def add_weight_grad(entry: WeightGradEntry) -> None:
-    """Add an entry's gradient into `weight.grad` in that buffer's dtype; set it if absent."""
-    weight, groups = entry.weight, entry.groups
-    if groups is None:
-        gradient = dense_weight_grad(entry.input, entry.grad_output)
+    """Add an entry's gradient into `weight.grad`; set it if absent."""
+    weight, operands = entry.weight, (entry.input, entry.grad_output)
+    if entry.groups is None:
+        gradient = dense_weight_grad(*operands)
     else:
-        gradient = grouped_weight_grad(entry.input, entry.grad_output, groups)
+        gradient = grouped_weight_grad(*operands, entry.groups)
     if weight.grad is None:
         weight.grad = gradient.to(weight.grad_dtype or weight.dtype)
     else:
@@ -86,17 +82,14 @@ def add_weight_grad(entry: WeightGradEntry) -> None:
 
 
 def dense_weight_grad(input: Tensor, grad_output: Tensor) -> Tensor:
-    """`dy^T x`: `[..., in]`, `[..., out]` -> `[out, in]`, summed over the leading dims."""
+    """`dy^T x`: `[..., in]`, `[..., out]` -> `[out, in]`."""
     return grad_output.flatten(0, -2).t() @ input.flatten(0, -2)
 
 
 def grouped_weight_grad(input: Tensor, grad_output: Tensor, groups: "Groups") -> Tensor:
-    """`dy_g^T x_g`: `[P, in]`, `[P, out]` -> `[G, out, in]`, zeros for a group without rows."""
+    """`dy_g^T x_g`: `[P, in]`, `[P, out]` -> `[G, out, in]`."""
     input, grad_output = input[: groups.total], grad_output[: groups.total]
     if input.is_cuda and input.dtype == torch.bfloat16 and groups.total > 0:
         return grouped_mm(grad_output.t(), input, offs=groups.offsets)
-    products = input.new_empty(len(groups.sizes), grad_output.shape[1], input.shape[1])
     pairs = zip(input.split(groups.sizes), grad_output.split(groups.sizes), strict=True)
-    for product, (x, dy) in zip(products, pairs, strict=True):
-        torch.mm(dy.t(), x, out=product)
-    return products
+    return torch.stack([dy.t() @ x for x, dy in pairs])
