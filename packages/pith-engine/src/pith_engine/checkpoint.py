@@ -2,19 +2,17 @@
 
 A checkpoint is a folder `step-00000100` in PyTorch's DCP format. Its tensors carry canonical names
 (`model.layers.3.q_proj`, `optimizer.exp_avg.layers.3.q_proj`) and global shapes; each rank writes
-the blocks it holds (of replicas the first) with their true offsets, so any mesh reads what any
-other wrote. To save:
+the blocks it holds at their true offsets, so any mesh reads what any other wrote. To save:
 
     1. rank 0 deletes what killed saves left and makes an empty `step-00000100.tmp`
-    2. every rank writes its blocks (DCP; rank 0 also writes `.metadata`) and hashes its files
+    2. every rank writes its blocks (rank 0 also `.metadata`) and hashes its files
     3. rank 0 writes `manifest.json`, the last file: names, sizes, hashes, and the run's facts
     4. rank 0 renames the folder to `step-00000100`
 
-A folder is complete when its manifest is there and every listed file has its size; hashes are
-compared before a load, each file by one rank (1.3 s a GB, measured on one core). A canonical tensor
-may be a part of a stored one (gate and up are stored together): its share on a rank is a block that
-no DTensor placement describes, hence the planners. The trap: a load must cover every element of
-every block, and DCP does not check that, so `_read_blocks` does.
+It is complete when its manifest is there and every listed file has its size; before a load the
+hashes are compared, each file by one rank (1.3 s a GB, measured on one core). A rank's share of a
+part (gate and up are stored together) is no DTensor placement, hence the planners. The trap: DCP
+does not check that a load covers every element, so `_read_blocks` does.
 """
 
 import hashlib
@@ -43,7 +41,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -83,9 +80,9 @@ class Manifest:
     files: dict[str, FileRecord]
     """Every other file by its name."""
     run: dict[str, Any]
-    """Facts of the run as JSON values: configuration, data position, tokens seen."""
+    """JSON values: configuration, data position, tokens seen."""
     versions: dict[str, str]
-    """Versions of Python and torch that wrote it."""
+    """Of Python and torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +98,7 @@ class StoredBlock:
     sizes: tuple[int, ...]
     """The block's own shape."""
     dtype: torch.dtype
-    """Its dtype."""
+    """That of the tensor."""
     read: Callable[[], Tensor]
     """Gives the block's tensor when it is needed, so that one at a time can be in memory."""
 
@@ -116,26 +113,21 @@ def save_checkpoint(
 ) -> Path:
     """Save weights, moments and `Manifest.run` (rank 0's) as `folder/step-<step>`, and return it.
 
-    All ranks of the mesh call it. What was committed before survives any failure.
-
-    Raises:
-        CheckpointException: a rank could not write its blocks; raised on every rank.
-        OSError: on rank 0 alone, when it could not make the folder or the manifest.
+    All ranks of the mesh call it; what was committed before survives any failure. Blocks that
+    cannot be written are a CheckpointException on every rank, folder or manifest an OSError on
+    rank 0 alone.
     """
     written = [p for p in parameters if p.replicas.rank == 0]  # replicas hold the same bits
     return _commit(folder, step, _blocks(written, optimizer), run, mesh, has_optimizer=True)
 
 
 def write_checkpoint(folder: Path, step: int, blocks: Sequence[StoredBlock], run: dict) -> Path:
-    """Save whole tensors from one process, one in memory at a time, for imports.
-
-    Keys of the blocks start with `model.`; returns the committed folder.
-    """
+    """Save whole tensors, whose keys start with `model.`, from one process, as imports do."""
     return _commit(folder, step, blocks, run, Mesh.single(), has_optimizer=False)
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a folder, None without one; warns about incomplete ones."""
+    """The newest complete checkpoint of a folder, or None; warns about incomplete ones."""
     for path in reversed(_folders(folder, _COMPLETE_NAME)):
         fault = checkpoint_fault(path)
         if fault is None:
@@ -163,18 +155,14 @@ def checkpoint_fault(path: Path) -> str | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest; FileNotFoundError if there is none."""
+    """The manifest of a complete checkpoint."""
     fields = json.loads((path / MANIFEST_NAME).read_text())
     files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
     return Manifest(files=files, **fields)
 
 
 def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
-    """Read every file of a checkpoint, shared among the ranks of the mesh, which all call it.
-
-    Raises:
-        ValueError: on every rank, when the checkpoint is incomplete or a file has changed.
-    """
+    """Compare all hashes; all ranks call it, ValueError on each if a file is gone or changed."""
     if fault := checkpoint_fault(path):
         raise ValueError(f"checkpoint {path} is incomplete: {fault}")
     manifest = read_manifest(path)
@@ -194,11 +182,8 @@ def load_checkpoint(
 ) -> Manifest:
     """Load weights, and moments and step count when an optimizer is given, saved on any mesh.
 
-    Every rank reads its own blocks; all ranks of the mesh call it and leave it together.
-
-    Raises:
-        ValueError: incomplete or damaged checkpoint, a tensor missing or of another shape, or no
-            moments for an optimizer.
+    Every rank reads its own blocks; all ranks of the mesh call it and leave it together. ValueError
+    when it is incomplete or damaged, or lacks moments or a tensor of a parameter's shape.
     """
     manifest = verify_checkpoint(path, mesh)
     if optimizer is not None and not manifest.has_optimizer:
@@ -212,13 +197,13 @@ def load_checkpoint(
 
 
 def tensor_names(path: Path, prefix: str = "model.") -> list[str]:
-    """Names without the prefix of all tensors that have it, sorted."""
+    """Sorted names, without the prefix, of all tensors that have it."""
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     return [key.removeprefix(prefix) for key in sorted(stored) if key.startswith(prefix)]
 
 
 def read_tensor(path: Path, key: str) -> Tensor:
-    """Read one whole tensor onto the CPU in its stored dtype; ValueError if there is none."""
+    """One whole tensor on the CPU in its stored dtype; ValueError if there is none."""
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata.get(key)
@@ -230,7 +215,7 @@ def read_tensor(path: Path, key: str) -> Tensor:
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints; everything else stays untouched."""
+    """Delete all but the `keep` newest complete checkpoints, and nothing else."""
     complete = [path for path in _folders(folder, _COMPLETE_NAME) if checkpoint_fault(path) is None]
     for path in complete[: max(len(complete) - keep, 0)]:
         shutil.rmtree(_renamed_aside(path))
@@ -240,8 +225,7 @@ def _read_blocks(
     reader: FileSystemReader, metadata: Metadata, blocks: Sequence[StoredBlock]
 ) -> None:
     """Fill the tensors that `read()` gives, in this process alone, after checking all of them."""
-    items: list[ReadItem] = []
-    faults = []
+    items, faults = [], []
     for block in blocks:
         stored = metadata.state_dict_metadata.get(block.key)
         if not isinstance(stored, TensorStorageMetadata):
@@ -283,16 +267,14 @@ class _BlockSavePlanner(DefaultSavePlanner):
 
 
 class _BlockLoadPlanner(DefaultLoadPlanner):
-    """Says where in the blocks the elements that a read brings belong."""
+    """Finds the tensors of blocks with their own offsets."""
 
     def __init__(self, blocks: Sequence[StoredBlock]):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        super().__init__()
         self._blocks = {block.key: block for block in blocks}
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        places = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        tensor = self._blocks[read_item.dest_index.fqn].read()
-        return tensor[tuple(slice(start, start + length) for start, length in places)]
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._blocks[index.fqn].read()
 
 
 def _commit(
@@ -350,14 +332,12 @@ def _blocks(
     parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None
 ) -> list[StoredBlock]:
     """This rank's share of the weights and, with an optimizer, of the moments."""
-    moments = {} if optimizer is None else optimizer.moments()
+    all_moments = {} if optimizer is None else optimizer.moments()
     found = []
     for parameter in parameters:
-        tensors = {"model": parameter.shard}
-        if optimizer is not None:
-            for moment, tensor in moments.get(parameter.name, {}).items():
-                tensors[f"optimizer.{moment}"] = tensor
-        for prefix, tensor in tensors.items():
+        moments = all_moments.get(parameter.name, {})
+        named = {f"optimizer.{moment}": tensor for moment, tensor in moments.items()}
+        for prefix, tensor in {"model": parameter.shard, **named}.items():
             for block in canonical_blocks(parameter, tensor):
                 key = f"{prefix}.{block.name}"
                 found.append(_stored_block(key, block.tensor, block.global_shape, block.offsets))
@@ -367,14 +347,8 @@ def _blocks(
 def _stored_block(
     key: str, tensor: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]
 ) -> StoredBlock:
-    return StoredBlock(
-        key=key,
-        shape=tuple(shape),
-        offsets=offsets,
-        sizes=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        read=tensor.detach,
-    )
+    sizes, dtype, read = tuple(tensor.shape), tensor.dtype, tensor.detach
+    return StoredBlock(key=key, shape=shape, offsets=offsets, sizes=sizes, dtype=dtype, read=read)
 
 
 def _chunk(block: StoredBlock) -> ChunkStorageMetadata:

@@ -1,13 +1,12 @@
 """What stands between the backward and the optimizer: one token count, one norm, one check.
 
-    count_targets    N = non-ignored targets of the global batch; every loss is divided by it at its
-                     source, so gradients are final when they have been summed
+    count_targets    N = non-ignored targets of the global batch, by which every loss is divided
     global_norm      sqrt(sum over all elements of all gradients of g^2)
     clip_gradients   g <- g * min(1, max_norm / norm), the same factor everywhere
 
-Every gradient element lives on one rank of the mesh, or on one of each replica (HSDP): squares of
-the first replica's blocks, summed over the whole mesh, count each once. The trap: clipping passes a
-NaN on, and one NaN destroys every weight; `raise_if_not_finite` comes first, on all ranks at once.
+Squares of the first replica's blocks, summed over the whole mesh, count each element once. The
+trap: clipping passes a NaN on, and one NaN destroys every weight; `raise_if_not_finite` comes
+first, on all ranks at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,8 +31,7 @@ def global_norm(parameters: Sequence[ShardedParameter], mesh: Mesh) -> Tensor:
     gradients = [p.grad for p in parameters if p.replicas.rank == 0]
     squares = torch.zeros((), dtype=torch.float64, device=parameters[0].grad.device)
     if squares.is_cpu:
-        # On a CPU torch's fp32 norm adds all squares into a few running sums and is 1e-4 off for
-        # half a million elements (measured, torch 2.11 and 2.15).
+        # On a CPU torch's fp32 norm is 1e-4 off for half a million elements (measured, 2.11, 2.15).
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
         squares = torch.stack([squares, *norms]).square().sum()
     elif gradients:
@@ -51,11 +49,7 @@ def clip_gradients(parameters: Sequence[ShardedParameter], norm: Tensor, max_nor
 def raise_if_not_finite(
     parameters: Sequence[ShardedParameter], norm: Tensor, step: int, mesh: Mesh
 ) -> None:
-    """Stop on every rank of the mesh when the gradient norm is NaN or infinite.
-
-    Raises:
-        FloatingPointError: names the step and the parameters, the same message on every rank.
-    """
+    """FloatingPointError on every rank, naming the parameters, if the norm is NaN or infinite."""
     if torch.isfinite(norm).item():
         return
     found = []

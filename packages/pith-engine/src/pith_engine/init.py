@@ -4,9 +4,8 @@ Each canonical tensor, and each expert of a stack, is drawn whole from a generat
 
     values = std * normal(seed = hash(seed, name, expert), shape = the whole tensor)
 
-in fp32 on the shard's device, and cut to this rank's block: drawing more than is kept costs seconds
-once. The trap: CPUs and GPUs have different generators, so their runs start alike only from a
-checkpoint.
+in fp32 on the shard's device, and cut to this rank's block. The trap: CPUs and GPUs have different
+generators, so their runs start alike only from a checkpoint.
 """
 
 import hashlib

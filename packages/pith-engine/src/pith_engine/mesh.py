@@ -7,9 +7,9 @@ Ranks are numbered with the axes (pp, dp, cp, ep) from outer to inner,
 so ep neighbours, who exchange most, are adjacent and pipeline stages farthest apart. EP ranks read
 different data: for everything but experts they are data-parallel. CP ranks share a sequence.
 
-torch's DeviceMesh cannot be made without a process group, gives no second communicator over the
-same ranks, and takes no timeout. The trap: every rank of the *default* group must call
-`Mesh.create`, those beyond the mesh too, because torch creates groups collectively.
+torch's DeviceMesh needs a process group, gives no second communicator over the same ranks, and
+takes no timeout. The trap: every rank of the *default* group must call `Mesh.create`, those beyond
+the mesh too, because torch creates groups collectively.
 """
 
 import re
@@ -44,7 +44,7 @@ class MeshConfig:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Sizes in the order (pp, dp, cp, ep)."""
+        """In the order of `AXIS_NAMES`."""
         return self.pp, self.dp, self.cp, self.ep
 
     @property
@@ -59,13 +59,13 @@ class MeshConfig:
 
     @property
     def label(self) -> str:
-        """Short form without axes of size 1, such as `pp2-ep2`; `single` for one rank."""
+        """Short form without axes of size 1: `pp2-ep2`; `single` for one rank."""
         parts = [f"{n}{s}" for n, s in zip(AXIS_NAMES, self.sizes, strict=True) if s > 1]
         return "-".join(parts) or "single"
 
 
 def parse_mesh(label: str) -> MeshConfig:
-    """Read `single` or the short form `pp2-ep2` (axes in any order, each at most once)."""
+    """Read `single` or the short form `pp2-ep2`, axes in any order, each at most once."""
     if label == "single":
         return MeshConfig()
     parts = label.split("-")
@@ -81,7 +81,7 @@ class Axis:
     """One axis as one rank sees it: the ranks that differ from it in this axis alone."""
 
     name: str
-    """Name for messages, such as `ep`."""
+    """For messages, such as `ep`."""
     size: int
     """Number of ranks."""
     rank: int
@@ -94,12 +94,12 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All axes of one rank. Made by `single`, `plan` or `create`."""
+    """All axes of one rank, made by `single`, `plan` or `create`; `_MEMBERS` says for what."""
 
     config: MeshConfig
     """The sizes."""
     rank: int
-    """This rank in the mesh, which is its rank in the default process group."""
+    """This rank in the mesh and in the default process group."""
     pp: Axis
     """Pipeline stages."""
     dp: Axis
@@ -107,15 +107,15 @@ class Mesh:
     cp: Axis
     """Ranks that share a sequence."""
     ep: Axis
-    """Ranks that share a layer's experts; carries the forward's all-to-alls."""
+    """Ranks that share a layer's experts; for the forward."""
     ep_backward: Axis
     """The same ranks, a second communicator: a backward does not queue behind a forward."""
     data: Axis
-    """dp x cp x ep: shards of dense parameters, counts of tokens."""
+    """dp x cp x ep."""
     expert_data: Axis
-    """dp x cp: shards of experts, which ep has split already."""
+    """dp x cp: ep has split experts already."""
     dense_shards: Axis
-    """cp x ep: shards of dense parameters that are replicated over dp."""
+    """cp x ep."""
     world: Axis
     """All ranks of the mesh."""
 
@@ -137,10 +137,7 @@ class Mesh:
         """Create groups over the first `config.world_size` ranks; None on the ranks beyond.
 
         Axes with the same ranks share a communicator, `ep_backward` excepted. A collective fails
-        after `timeout`.
-
-        Raises:
-            ValueError: an axis has no ranks, or the default group fewer than the mesh.
+        after `timeout`. ValueError if the default group is too small.
         """
         raise_violations(config.violations(), "mesh")
         available = distributed.get_world_size()
@@ -148,14 +145,12 @@ class Mesh:
             raise ValueError(
                 f"mesh {config.label} needs {config.world_size} processes, {available} are running"
             )
-        groups: _Groups = {}
+        groups = {}
         for name in _MEMBERS:
             for rank in range(config.world_size):
                 key = name == "ep_backward", _ranks_of(name, config, rank)
                 if len(key[1]) > 1 and key not in groups:
-                    group = distributed.new_group(list(key[1]), timeout=timeout)
-                    # Ranks outside the group get a number.
-                    groups[key] = group if isinstance(group, distributed.ProcessGroup) else None
+                    groups[key] = distributed.new_group(list(key[1]), timeout=timeout)
         rank = distributed.get_rank()
         if rank >= config.world_size:
             return None
@@ -163,7 +158,7 @@ class Mesh:
 
     @property
     def batch_rank(self) -> int:
-        """Which share of the data this rank reads, over (dp, ep)."""
+        """Which share of the data this rank reads."""
         return self.dp.rank * self.ep.size + self.ep.rank
 
     @property
@@ -173,10 +168,7 @@ class Mesh:
 
 
 def describe_mesh(config: MeshConfig, ranks_per_node: int) -> str:
-    """A table of axes: size, stride between neighbours, whether it crosses nodes, what it carries.
-
-    Rank r runs on node `r // ranks_per_node`.
-    """
+    """A table: size of each axis, stride, whether it crosses nodes of so many ranks, its load."""
     lines = [f"{'axis':<12} {'size':>5} {'stride':>7}  {'crosses nodes':<14} carries"]
     for name, (_, purpose) in _MEMBERS.items():
         if name == "ep_backward":
@@ -198,47 +190,33 @@ def mesh_violations(
     num_micro_batches: int,
     sequence_length: int,
 ) -> list[str]:
-    """One line for each thing that keeps this mesh from training this model, with valid values.
+    """Lines with what keeps this mesh from training this model on `world_size` processes.
 
     `num_experts` (0: dense) are those of a layer, `num_micro_batches` those of a step over all
-    ranks; `world_size` processes run. All axes have ranks.
+    ranks. All axes have ranks.
     """
     model = (num_experts, num_layers, num_micro_batches, sequence_length)
     wrong = _model_violations(config, *model)
     if config.world_size == world_size:
         return wrong
     sizes = " x ".join(f"{n} {s}" for n, s in zip(AXIS_NAMES, config.sizes, strict=True))
-    fits = feasible_meshes(
-        world_size,
-        num_experts=num_experts,
-        num_layers=num_layers,
-        num_micro_batches=num_micro_batches,
-        sequence_length=sequence_length,
-    )
+    fits = ", ".join(mesh.label for mesh in feasible_meshes(world_size, *model)) or "none"
     first = (
         f"mesh: {sizes} = {config.world_size} processes, but {world_size} run; "
-        f"meshes that fit {world_size}: {', '.join(mesh.label for mesh in fits) or 'none'}"
+        f"meshes that fit {world_size}: {fits}"
     )
     return [first, *wrong]
 
 
 def feasible_meshes(
-    world_size: int,
-    *,
-    num_experts: int,
-    num_layers: int,
-    num_micro_batches: int,
-    sequence_length: int,
+    world_size: int, num_experts: int, num_layers: int, num_micro_batches: int, sequence_length: int
 ) -> list[MeshConfig]:
-    """All meshes of `world_size` processes that can train the model; arguments as above."""
+    """All meshes of `world_size` processes that can train the model."""
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    meshes = [
-        MeshConfig(pp=pp, dp=world_size // (pp * cp * ep), cp=cp, ep=ep)
-        for pp, cp, ep in product(sizes, sizes, sizes)
-        if world_size % (pp * cp * ep) == 0
-    ]
+    order = product(sizes, repeat=4)
+    meshes = [MeshConfig(pp=pp, dp=dp, cp=cp, ep=ep) for pp, cp, ep, dp in order]
     model = (num_experts, num_layers, num_micro_batches, sequence_length)
-    return [mesh for mesh in meshes if not _model_violations(mesh, *model)]
+    return [m for m in meshes if m.world_size == world_size and not _model_violations(m, *model)]
 
 
 def _model_violations(
@@ -270,7 +248,8 @@ def _model_violations(
             f"mesh.pp = {config.pp} cuts the model into {2 * config.pp} chunks, but it has "
             f"{num_layers} layers; at most {num_layers // 2}"
         )
-    step, least = config.num_batch_ranks, 2 * config.pp * config.num_batch_ranks
+    step = config.num_batch_ranks
+    least = 2 * config.pp * step
     if num_micro_batches % step or num_micro_batches < least:
         wrong.append(
             f"{num_micro_batches} micro-batches a step over dp {config.dp} x ep {config.ep}: "
@@ -291,28 +270,22 @@ _MEMBERS: dict[str, tuple[tuple[str, ...], str]] = {
     "dense_shards": (("cp", "ep"), "replicated dense parameters and gradients, once a step"),
     "world": (("pp", "dp", "cp", "ep"), "norms, counts, messages"),
 }
+"""Axis or product of axes -> the axes that it spans, and what it carries."""
 
 
-_Groups = dict[tuple[bool, tuple[int, ...]], distributed.ProcessGroup | None]
-"""Whether it is the backward's own communicator, and its ranks -> the communicator."""
-
-
-def _axes(config: MeshConfig, rank: int, groups: _Groups) -> dict[str, Axis]:
+def _axes(config: MeshConfig, rank: int, groups: dict) -> dict[str, Axis]:
+    """All axes; `groups` maps (whether it is the backward's, its ranks) to the communicator."""
     axes = {}
     for name in _MEMBERS:
         ranks = _ranks_of(name, config, rank)
-        axes[name] = Axis(
-            name=name,
-            size=len(ranks),
-            rank=ranks.index(rank),
-            ranks=ranks,
-            group=groups.get((name == "ep_backward", ranks)),
-        )
+        group = groups.get((name == "ep_backward", ranks))
+        size, position = len(ranks), ranks.index(rank)
+        axes[name] = Axis(name=name, size=size, rank=position, ranks=ranks, group=group)
     return axes
 
 
 def _ranks_of(name: str, config: MeshConfig, rank: int) -> tuple[int, ...]:
-    """Ranks that agree with `rank` in every axis that `name` does not span."""
+    """Ranks that differ from `rank` in the axes of `name` alone."""
     ranks, stride = [rank], config.world_size
     for axis, size in zip(AXIS_NAMES, config.sizes, strict=True):
         stride //= size

@@ -6,10 +6,9 @@ and the head, which for a large vocabulary weigh several layers. The pipeline is
     minimise   max over ranks r of  cost(chunk r) + cost(chunk 2 pp - 1 - r)
     then       sum over chunks of   cost(chunk) ** 2
 
-where the second keeps a rank's two chunks alike, on which overlapped slots of neighbours depend.
-The first is found by bisection over a limit for every rank, tested by filling the ranks from both
-ends of the model inwards, depth first with memory, without what the ranks inside could not carry;
-near the optimum that leaves few states, and the second is exact over them.
+where the second keeps a rank's two chunks alike, on which overlapped slots depend. The first is
+found by bisection over a limit, tested by filling ranks from both ends of the model inwards, depth
+first with memory; near the optimum that leaves few states, and the second is exact over them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -21,7 +20,7 @@ from pith_engine.schedule import chunk_rank
 from pith_engine.violations import raise_violations
 
 PRECISION = 1e-9
-"""Relative difference of two costs that counts as none, far above the rounding of their sums."""
+"""Relative difference of costs that counts as none, far above the rounding of their sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,27 +28,25 @@ class ChunkCost:
     """One chunk of a partition."""
 
     chunk: int
-    """Number of the chunk, in layer order."""
+    """Number of the chunk."""
     rank: int
-    """The rank of the pp axis that holds it."""
+    """The pp rank that holds it."""
     first_layer: int
     """Global number of its first layer."""
     num_layers: int
     """Layers it holds."""
     cost: float
-    """Cost of its layers, plus the embedding's in the first chunk and the head's in the last."""
+    """Of its layers, and of embedding or head in the first or last chunk."""
 
 
 @cache
 def layers_per_chunk(
     layer_costs: tuple[float, ...], num_chunks: int, embedding_cost: float, head_cost: float
 ) -> tuple[int, ...]:
-    """Layers of each of the `2 * pp` chunks, at least one, that load the fullest rank least.
+    """Layers, at least one, of each of the `2 * pp` chunks, that load the fullest rank least.
 
-    Costs are in any one unit (FLOPs of a token, milliseconds).
-
-    Raises:
-        ValueError: an odd number of chunks, fewer layers than chunks, or a negative cost.
+    Costs are in any one unit. ValueError for an odd number of chunks, fewer layers than chunks, or
+    a negative cost.
     """
     if num_chunks < 2 or num_chunks % 2:
         raise ValueError(f"num_chunks is {num_chunks}; allowed are 2 * pp with pp >= 1")
@@ -82,38 +79,26 @@ def layers_per_chunk(
 
 
 def chunk_costs(
-    layers: tuple[int, ...],
-    layer_costs: tuple[float, ...],
-    embedding_cost: float,
-    head_cost: float,
+    layers: tuple[int, ...], layer_costs: tuple[float, ...], embedding_cost: float, head_cost: float
 ) -> tuple[ChunkCost, ...]:
-    """What every chunk of a given partition costs.
-
-    Raises:
-        ValueError: the chunks do not hold every layer exactly once, an empty chunk, or an odd
-            number of chunks.
-    """
+    """What every chunk of a partition costs; ValueError for one of `partition_violations`."""
     pp = max(1, (len(layers) + 1) // 2)
     raise_violations(partition_violations(layers, pp, len(layer_costs)), "partition")
     chunks = []
     for chunk, (num_layers, last) in enumerate(zip(layers, accumulate(layers), strict=True)):
-        cost = sum(layer_costs[last - num_layers : last])
+        first = last - num_layers
+        cost = sum(layer_costs[first:last])
         cost += embedding_cost if chunk == 0 else 0
         cost += head_cost if chunk == len(layers) - 1 else 0
+        rank = chunk_rank(chunk, pp)
         chunks.append(
-            ChunkCost(
-                chunk=chunk,
-                rank=chunk_rank(chunk, len(layers) // 2),
-                first_layer=last - num_layers,
-                num_layers=num_layers,
-                cost=cost,
-            )
+            ChunkCost(chunk=chunk, rank=rank, first_layer=first, num_layers=num_layers, cost=cost)
         )
     return tuple(chunks)
 
 
 def partition_violations(layers: tuple[int, ...], pp: int, num_layers: int) -> list[str]:
-    """A line when `layers` are not those of `2 * pp` chunks that hold every layer once."""
+    """A line unless `2 * pp` chunks of these `layers` hold every layer once."""
     if len(layers) == 2 * pp and min(layers) >= 1 and sum(layers) == num_layers:
         return []
     return [
@@ -123,7 +108,7 @@ def partition_violations(layers: tuple[int, ...], pp: int, num_layers: int) -> l
 
 
 def describe_partition(chunks: tuple[ChunkCost, ...]) -> str:
-    """A text table: the layers and costs of every rank's two chunks, and the imbalance."""
+    """A table of every rank's two chunks and their costs, and the imbalance."""
     total = sum(chunk.cost for chunk in chunks)
     lines = ["rank  chunk  layers     cost share  |  chunk  layers     cost share  |  rank share"]
     pairs = [(first, chunks[-1 - first.chunk]) for first in chunks[: len(chunks) // 2]]
@@ -139,7 +124,6 @@ def describe_partition(chunks: tuple[ChunkCost, ...]) -> str:
 
 
 def _most_loaded_rank(sums: tuple[float, ...], layers: tuple[int, ...]) -> float:
-    """The largest cost of a rank's two chunks together."""
     costs = [sums[end] - sums[start] for start, end in pairwise((0, *accumulate(layers)))]
     return max(first + last for first, last in zip(costs, reversed(costs), strict=True))
 
@@ -147,10 +131,9 @@ def _most_loaded_rank(sums: tuple[float, ...], layers: tuple[int, ...]) -> float
 def _fill(
     sums: tuple[float, ...], pp: int, limit: float, *, evenly: bool
 ) -> tuple[int, ...] | None:
-    """Layers per chunk with no rank above `limit`; None if there are none.
+    """Layers per chunk with no rank above `limit`, or None; `sums[n]` is the cost of n layers.
 
-    `sums[n]` is the cost of the first n layers. `evenly` asks for the partition with the smallest
-    sum of squared chunk costs, else the first one found is returned.
+    `evenly` asks for the smallest sum of squared chunk costs, else the first one found will do.
     """
     known: dict[tuple[int, int, int], tuple[float, tuple[int, ...]] | None] = {}
 
