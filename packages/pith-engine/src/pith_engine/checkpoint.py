@@ -9,10 +9,10 @@ the blocks it holds at their true offsets, so any mesh reads what any other wrot
     3. rank 0 writes `manifest.json`, the last file: names, sizes, hashes, and the run's facts
     4. rank 0 renames the folder to `step-00000100`
 
-It is complete when its manifest is there and every listed file has its size; before a load the
-hashes are compared, each file by one rank (1.3 s a GB, measured on one core). A rank's share of a
-part (gate and up are stored together) is no DTensor placement, hence the planners. The trap: DCP
-does not check that a load covers every element, so `_read_blocks` does.
+It is complete when its manifest is there and every listed file has its size; a load first compares
+the hashes (1.3 s a GB, measured on one core). A rank's share of a part (gate and up are stored
+together) is no DTensor placement, hence the planners. The trap: DCP does not check that a load
+covers every element, so `_read_blocks` does.
 """
 
 import hashlib
@@ -66,19 +66,19 @@ class FileRecord:
     size: int
     """Bytes."""
     sha256: str
-    """Hash of its content."""
+    """In hexadecimal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The last object of a checkpoint: what it holds and where the run stood."""
+    """What a checkpoint holds and where the run stood."""
 
     step: int
     """Optimizer updates done."""
     has_optimizer: bool
-    """Whether moments are there; an imported checkpoint has none."""
+    """False for an imported checkpoint."""
     files: dict[str, FileRecord]
-    """Every other file by its name."""
+    """The other files by name."""
     run: dict[str, Any]
     """JSON values: configuration, data position, tokens seen."""
     versions: dict[str, str]
@@ -87,20 +87,20 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBlock:
-    """A rectangular part of one tensor of a checkpoint, or the whole tensor."""
+    """A rectangular part of one stored tensor."""
 
     key: str
-    """Name in the checkpoint."""
+    """The tensor's name."""
     shape: tuple[int, ...]
-    """Global shape."""
+    """The tensor's shape."""
     offsets: tuple[int, ...]
-    """Where the block starts in each dim."""
+    """Where the block starts."""
     sizes: tuple[int, ...]
-    """The block's own shape."""
+    """The block's shape."""
     dtype: torch.dtype
-    """That of the tensor."""
+    """The tensor's."""
     read: Callable[[], Tensor]
-    """Gives the block's tensor when it is needed, so that one at a time can be in memory."""
+    """Gives the block when it is needed, so that one at a time is in memory."""
 
 
 def save_checkpoint(
@@ -111,26 +111,24 @@ def save_checkpoint(
     run: Mapping[str, Any],
     mesh: Mesh,
 ) -> Path:
-    """Save weights, moments and `Manifest.run` (rank 0's) as `folder/step-<step>`, and return it.
+    """Save weights, moments and `run` (rank 0's) as `folder/step-<step>`, and return it.
 
-    All ranks of the mesh call it; what was committed before survives any failure. Blocks that
-    cannot be written are a CheckpointException on every rank, folder or manifest an OSError on
-    rank 0 alone.
+    All ranks call it; what was committed before survives any failure: a CheckpointException on
+    every rank for blocks, an OSError on rank 0 alone for folder or manifest.
     """
     written = [p for p in parameters if p.replicas.rank == 0]  # replicas hold the same bits
     return _commit(folder, step, _blocks(written, optimizer), run, mesh, has_optimizer=True)
 
 
 def write_checkpoint(folder: Path, step: int, blocks: Sequence[StoredBlock], run: dict) -> Path:
-    """Save whole tensors, whose keys start with `model.`, from one process, as imports do."""
+    """Save whole tensors, with keys `model.*`, from one process; for imports."""
     return _commit(folder, step, blocks, run, Mesh.single(), has_optimizer=False)
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a folder, or None; warns about incomplete ones."""
+    """The newest complete checkpoint, or None; warns about incomplete ones."""
     for path in reversed(_folders(folder, _COMPLETE_NAME)):
-        fault = checkpoint_fault(path)
-        if fault is None:
+        if (fault := checkpoint_fault(path)) is None:
             return path
         warnings.warn(f"checkpoint {path} is incomplete and is ignored: {fault}", stacklevel=2)
     return None
@@ -180,10 +178,9 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
 def load_checkpoint(
     path: Path, parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None, mesh: Mesh
 ) -> Manifest:
-    """Load weights, and moments and step count when an optimizer is given, saved on any mesh.
+    """Load weights and, with an optimizer, moments and step count, saved on any mesh.
 
-    Every rank reads its own blocks; all ranks of the mesh call it and leave it together. ValueError
-    when it is incomplete or damaged, or lacks moments or a tensor of a parameter's shape.
+    All ranks call it. ValueError for damage, no moments, or no tensor of a parameter's shape.
     """
     manifest = verify_checkpoint(path, mesh)
     if optimizer is not None and not manifest.has_optimizer:
@@ -197,13 +194,13 @@ def load_checkpoint(
 
 
 def tensor_names(path: Path, prefix: str = "model.") -> list[str]:
-    """Sorted names, without the prefix, of all tensors that have it."""
+    """Sorted names, without the prefix, of the tensors that have it."""
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     return [key.removeprefix(prefix) for key in sorted(stored) if key.startswith(prefix)]
 
 
 def read_tensor(path: Path, key: str) -> Tensor:
-    """One whole tensor on the CPU in its stored dtype; ValueError if there is none."""
+    """A whole tensor on the CPU; ValueError if there is none."""
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata.get(key)
@@ -224,7 +221,7 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 def _read_blocks(
     reader: FileSystemReader, metadata: Metadata, blocks: Sequence[StoredBlock]
 ) -> None:
-    """Fill the tensors that `read()` gives, in this process alone, after checking all of them."""
+    """Fill the tensors that `read()` gives, after checking all of them."""
     items, faults = [], []
     for block in blocks:
         stored = metadata.state_dict_metadata.get(block.key)
@@ -234,7 +231,7 @@ def _read_blocks(
             faults.append(f"{block.key}: shape {tuple(stored.size)}, expected {block.shape}")
         elif 0 not in block.sizes:
             reads = create_read_items_for_chunk_list(block.key, stored, [_chunk(block)])
-            # Saved chunks do not overlap, so equal counts mean that every element is covered.
+            # Saved chunks do not overlap: equal counts mean that every element is covered.
             covered, wanted = sum(read.lengths.numel() for read in reads), prod(block.sizes)
             if covered != wanted:
                 faults.append(f"{block.key}: {covered} of {wanted} elements were saved")
@@ -246,7 +243,7 @@ def _read_blocks(
 
 
 class _BlockSavePlanner(DefaultSavePlanner):
-    """Saves blocks with their own offsets; DCP's state dict stays empty."""
+    """Saves blocks at their offsets; DCP's state dict stays empty."""
 
     def __init__(self, blocks: Sequence[StoredBlock]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -267,8 +264,6 @@ class _BlockSavePlanner(DefaultSavePlanner):
 
 
 class _BlockLoadPlanner(DefaultLoadPlanner):
-    """Finds the tensors of blocks with their own offsets."""
-
     def __init__(self, blocks: Sequence[StoredBlock]):
         super().__init__()
         self._blocks = {block.key: block for block in blocks}
@@ -286,10 +281,10 @@ def _commit(
     *,
     has_optimizer: bool,
 ) -> Path:
-    final = folder / f"step-{step:08d}"
+    final, rank = folder / f"step-{step:08d}", mesh.world.rank
     temporary = final.with_suffix(".tmp")
     # 1. An empty folder.
-    if mesh.world.rank == 0:
+    if rank == 0:
         for left in _folders(folder, _LEFT_NAME):
             shutil.rmtree(left)
         temporary.mkdir(parents=True)
@@ -306,11 +301,10 @@ def _commit(
             no_dist=mesh.world.size == 1,
         )
     names = sorted(os.listdir(temporary))
-    mine = [name for name in names if name.startswith(f"__{mesh.world.rank}_")]  # DCP's naming
-    mine += [name for name in names if mesh.world.rank == 0 and not name.startswith("__")]
+    mine = [n for n in names if n.startswith(f"__{rank}_") or (rank == 0 and n == ".metadata")]
     records = gather_objects({name: _record(temporary / name) for name in mine}, mesh.world)
     # 3. and 4. The manifest last, then the name.
-    if mesh.world.rank == 0:
+    if rank == 0:
         manifest = Manifest(
             step=step,
             has_optimizer=has_optimizer,
@@ -321,7 +315,7 @@ def _commit(
         _write_durably(temporary / MANIFEST_NAME, json.dumps(asdict(manifest), indent=1))
         replaced = _renamed_aside(final) if final.exists() else None
         temporary.rename(final)
-        _sync_folder(folder)
+        _sync(folder)
         if replaced is not None:
             shutil.rmtree(replaced)
     barrier(mesh.world)
@@ -331,7 +325,6 @@ def _commit(
 def _blocks(
     parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None
 ) -> list[StoredBlock]:
-    """This rank's share of the weights and, with an optimizer, of the moments."""
     all_moments = {} if optimizer is None else optimizer.moments()
     found = []
     for parameter in parameters:
@@ -374,15 +367,13 @@ def _record(path: Path) -> FileRecord:
 
 
 def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(path.parent)
+    path.write_text(text)
+    _sync(path)
+    _sync(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make names in a folder survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

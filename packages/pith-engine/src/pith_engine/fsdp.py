@@ -10,15 +10,13 @@ A unit (embedding, head with the final norm, each layer's dense part, each layer
     gather()    full <- all ranks' shards, full_grads <- 0      opens a step
     reduce()    grads <- sum over ranks of full_grads           closes it
 
-Dense parameters are sharded over `mesh.data`, experts over `mesh.expert_data`. Replicated over dp
-(HSDP), they are summed over the shard axis, then over dp: all replicas get the same bits.
+Replicated over dp (HSDP), gradients are summed over the shard axis, then over dp: all replicas get
+the same bits. A block is what `torch.chunk` gives along dim 0, or along the last dim when dim 0 has
+fewer rows than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit.
 
-A block is what `torch.chunk` gives along dim 0, or along the last dim when dim 0 has fewer rows
-than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit.
-
-torch's `fully_shard` driven by hand needs private members, cannot sum on gloo, and loses weight
-gradients that arrive after its hooks ran. The trap: `parameter.grad` is a view of `full_grads` and
-must stay it (no `zero_grad`); `reduce` checks.
+torch's `fully_shard` needs private members to be driven by hand, cannot sum on gloo, and loses
+weight gradients that come late. The trap: `parameter.grad` must stay a view of `full_grads` (no
+`zero_grad`); `reduce` checks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +32,7 @@ from pith_engine.mesh import Axis, Mesh
 from pith_engine.runtime import all_gather, all_reduce, reduce_scatter
 
 ALIGNMENT = 64
-"""Elements to which blocks are padded: every view starts on a boundary of 128 bytes."""
+"""Elements to which views are aligned: 128 bytes in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,51 +40,51 @@ class ShardingConfig:
     """What is replicated over dp instead of sharded (HSDP): more memory, shorter gathers."""
 
     replicate_dense: bool = False
-    """Shard all but experts over cp x ep only; every dp rank holds a replica."""
+    """Shard all but experts over cp x ep only."""
     replicate_experts: bool = False
-    """Shard experts, which ep has split, over cp only; every dp rank holds a replica."""
+    """Shard experts, which ep has split, over cp only."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedParameter:
-    """One stored parameter: this rank's block of it, and the whole that layers read."""
+    """A stored parameter: this rank's block, and the whole that layers read."""
 
     name: str
-    """Stored name, unique over the whole model: `layers.3.experts.gate_up`."""
+    """Unique over the whole model: `layers.3.experts.gate_up`."""
     role: Role
     """What it is."""
     std: float | None
-    """Standard deviation of its initial values; None for a constant."""
+    """Of its initial values; None for a constant."""
     parts: tuple[str, ...]
-    """Last name components of its canonical tensors, along the last dim but one."""
+    """Last name components of its canonical tensors."""
     global_shape: tuple[int, ...]
-    """Over the whole mesh: dim 0 of experts counts those of all ep ranks."""
+    """Over the whole mesh, ep included."""
     offsets: tuple[int, ...]
-    """Where this rank's block starts in `global_shape`."""
+    """Where the block starts in it."""
     replicas: Axis
-    """The ranks that hold this same block."""
+    """The ranks that hold the same block."""
     axis: Axis
-    """The ranks that hold the blocks of `full`."""
+    """The ranks that hold the blocks of the whole."""
     dim: int
-    """Along which `full` is cut."""
+    """Along which it is cut."""
     full: nn.Parameter = field(repr=False)
-    """The gathered parameter."""
+    """The whole."""
     shard: Tensor = field(repr=False)
-    """This rank's block in the master dtype; may be empty."""
+    """The block; may be empty."""
     grad: Tensor = field(repr=False)
-    """Its gradient, valid after `Unit.reduce`."""
+    """The block's gradient after `Unit.reduce`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CanonicalBlock:
-    """The part of one canonical tensor that this rank holds."""
+    """A rank's part of one canonical tensor."""
 
     name: str
-    """Canonical name: the stored one, or with its last component replaced by the part's."""
+    """The stored name, its last component replaced if there are parts."""
     tensor: Tensor
     """A view; may be empty."""
     global_shape: tuple[int, ...]
-    """Shape of the canonical tensor over the whole mesh."""
+    """Of the canonical tensor."""
     offsets: tuple[int, ...]
     """Where the block starts in it."""
 
@@ -103,10 +101,7 @@ class Unit:
         device: torch.device,
         sharding: ShardingConfig = ShardingConfig(),
     ):
-        """Allocate the buffers of `declared` by stored name; NaN until the first `gather`.
-
-        The master dtype is fp32, or float64 when `compute_dtype` is.
-        """
+        """`declared` by stored name; the master dtype is fp32, or float64 if `compute_dtype` is."""
         self.name = name
         master = torch.float64 if compute_dtype == torch.float64 else torch.float32
         is_expert = any(declaration.role.is_expert for declaration in declared.values())
@@ -155,7 +150,7 @@ class Unit:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Open a step: copy all ranks' shards into the full parameters, zero the gradients."""
+        """Open a step: fill the full parameters, zero the gradients."""
         self._full_grads.zero_()
         if self._axis.size == 1:
             for parameter in self.parameters:
@@ -174,7 +169,7 @@ class Unit:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Close a step: `grad` of every parameter becomes the sum over shard and replica axis."""
+        """Close a step: sum the gradients into `grad` of every parameter."""
         for slot, parameter in zip(self._slots, self.parameters, strict=True):
             grad, start = parameter.full.grad, self._full_grads[slot.grad_start :]
             if grad is None or grad.data_ptr() != start.data_ptr():
@@ -193,7 +188,7 @@ class Unit:
 
 
 def shard_axes(mesh: Mesh, sharding: ShardingConfig, *, is_expert: bool) -> tuple[Axis, Axis]:
-    """The axis over which parameters are sharded, and the one over which they are replicated."""
+    """The axes over which parameters are sharded and replicated."""
     if sharding.replicate_experts if is_expert else sharding.replicate_dense:
         return (mesh.cp if is_expert else mesh.dense_shards), mesh.dp
     none = Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
@@ -210,10 +205,9 @@ def shard_chunks(
 ) -> list[Unit]:
     """Replace the declared parameters of this rank's chunks by real ones, owned by units.
 
-    Units are `embedding`, `head`, and for each layer `layers.N` and `layers.N.experts`, in the
-    order of registration. A parameter with several names, in one chunk or in two (tied embeddings),
-    is one under its first, and its gradient sums all uses. The device `meta` allocates nothing;
-    ValueError if a parameter was not declared.
+    Units are `embedding`, `head`, and for each layer `layers.N` and `layers.N.experts`. A parameter
+    with several names (tied embeddings) is one under its first, and its gradient sums all uses.
+    The device `meta` allocates nothing; ValueError if a parameter was not declared.
     """
     members: dict[str, dict[str, DeclaredParameter]] = {}
     uses: dict[DeclaredParameter, list[tuple[nn.Module, str]]] = {}
@@ -243,10 +237,9 @@ def sharded_parameters(units: list[Unit]) -> list[ShardedParameter]:
 
 
 def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[CanonicalBlock]:
-    """Cut a tensor shaped like the shard (value, gradient, moment) into canonical tensors.
+    """Cut a tensor shaped like the shard into canonical tensors.
 
-    A part is an equal share of the last dim but one; one that lies on other ranks only gives an
-    empty block.
+    A part is an equal share of the last dim but one; the block of one on other ranks is empty.
     """
     *prefix, last = parameter.name.split(".")
     parts = parameter.parts or (last,)
@@ -271,7 +264,7 @@ def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[Ca
 
 
 def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[CanonicalBlock]:
-    """The canonical blocks that a rank of the parameter's axis holds, on the meta device."""
+    """What a rank of the parameter's axis holds, on the meta device."""
     axis, dim, shape = parameter.axis, parameter.dim, list(parameter.full.shape)
     own_start, _ = chunk_bounds(shape[dim], axis.size, axis.rank)
     start, stop = chunk_bounds(shape[dim], axis.size, rank)
@@ -283,14 +276,14 @@ def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[Canonical
 
 
 def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The block of a whole tensor with this shape, maybe empty, from these offsets: a view."""
+    """A view of a block, maybe empty, of a whole tensor."""
     for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
         whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
     return whole
 
 
 def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Start and stop of a rank's share of `size` rows, as `torch.chunk` cuts; may be empty."""
+    """Start and stop of a rank's share of `size` rows, as `torch.chunk` cuts."""
     share = -(-size // num_ranks)
     return min(rank * share, size), min((rank + 1) * share, size)
 
@@ -298,9 +291,9 @@ def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
 class _Slot:
     """Where one parameter lies in its unit's buffers.
 
-    In a row, one a rank, of the communication buffer it has `width` columns, as many as the largest
-    block needs. Split along dim 0, these columns of all rows in order are the whole tensor, so full
-    buffers (`buffer` for the parameter) have room for them.
+    The communication buffer has a row a rank and in it `width` columns, those of the largest block,
+    for this parameter. Split along dim 0, the columns of all rows in order are the whole tensor, so
+    full buffers have room for as many.
     """
 
     def __init__(
@@ -321,15 +314,13 @@ class _Slot:
         self.buffer = torch.full((axis.size * self.width,), torch.nan, dtype=dtype, device=device)
 
     def whole(self, buffer: Tensor) -> Tensor:
-        """The parameter as a view of the start of a full buffer."""
         return buffer[: prod(self.shape)].view(self.shape)
 
     def block(self, row: Tensor) -> Tensor:
-        """This rank's block as a view of its row."""
         return row[self.column :][: prod(self.block_shape)].view(self.block_shape)
 
     def views(self, buffer: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs that hold the same: a part of a full buffer, of `rows [ranks, from column on]`."""
+        """Pairs that hold the same: of a full buffer, of `rows [ranks, from column on]`."""
         columns = rows[:, : self.width]
         if self.dim == 0:
             yield buffer[: columns.numel()].view(columns.shape), columns

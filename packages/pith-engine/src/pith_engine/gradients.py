@@ -1,11 +1,10 @@
 """What stands between the backward and the optimizer: one token count, one norm, one check.
 
     count_targets    N = non-ignored targets of the global batch, by which every loss is divided
-    global_norm      sqrt(sum over all elements of all gradients of g^2)
+    global_norm      sqrt(sum over all elements of all gradients of g^2), replicas counted once
     clip_gradients   g <- g * min(1, max_norm / norm), the same factor everywhere
 
-Squares of the first replica's blocks, summed over the whole mesh, count each element once. The
-trap: clipping passes a NaN on, and one NaN destroys every weight; `raise_if_not_finite` comes
+The trap: clipping passes a NaN on, and one NaN destroys every weight; `raise_if_not_finite` comes
 first, on all ranks at once.
 """
 
@@ -21,13 +20,13 @@ from pith_engine.runtime import all_reduce, gather_objects
 
 
 def count_targets(batches: Iterable[Batch], mesh: Mesh) -> int:
-    """Non-ignored targets of the global batch: this rank's, summed over dp x cp x ep."""
+    """Non-ignored targets of the global batch."""
     counts = [(batch.targets != IGNORED_TARGET).sum() for batch in batches]
     return int(all_reduce(torch.stack(counts).sum(), mesh.data).item())
 
 
 def global_norm(parameters: Sequence[ShardedParameter], mesh: Mesh) -> Tensor:
-    """L2 norm of the gradient of the whole model: a float64 scalar, equal on every rank."""
+    """L2 norm of the whole gradient: a float64 scalar, equal on every rank."""
     gradients = [p.grad for p in parameters if p.replicas.rank == 0]
     squares = torch.zeros((), dtype=torch.float64, device=parameters[0].grad.device)
     if squares.is_cpu:
@@ -40,7 +39,7 @@ def global_norm(parameters: Sequence[ShardedParameter], mesh: Mesh) -> Tensor:
 
 
 def clip_gradients(parameters: Sequence[ShardedParameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients in place by min(1, max_norm / norm); no host sync."""
+    """Scale all gradients in place; no host sync."""
     scale = (max_norm / norm).clamp(max=1.0)
     for parameter in parameters:
         parameter.grad.mul_(scale)
@@ -54,8 +53,7 @@ def raise_if_not_finite(
         return
     found = []
     for parameter in parameters:
-        bad = parameter.grad.numel() - int(torch.isfinite(parameter.grad).sum())
-        if bad:
+        if bad := parameter.grad.numel() - int(torch.isfinite(parameter.grad).sum()):
             found.append(f"{parameter.name} on rank {mesh.rank} ({bad} elements)")
     everywhere = [entry for entries in gather_objects(found, mesh.world) for entry in entries]
     where = ", ".join(everywhere[:5]) or "no parameter: the norm itself overflows"

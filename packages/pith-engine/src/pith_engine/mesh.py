@@ -5,17 +5,16 @@ Ranks are numbered with the axes (pp, dp, cp, ep) from outer to inner,
     rank = ((pp * DP + dp) * CP + cp) * EP + ep
 
 so ep neighbours, who exchange most, are adjacent and pipeline stages farthest apart. EP ranks read
-different data: for everything but experts they are data-parallel. CP ranks share a sequence.
-
-torch's DeviceMesh needs a process group, gives no second communicator over the same ranks, and
-takes no timeout. The trap: every rank of the *default* group must call `Mesh.create`, those beyond
-the mesh too, because torch creates groups collectively.
+different data; CP ranks share a sequence. torch's DeviceMesh needs a process group and gives no
+second communicator over the same ranks. The trap: every rank of the *default* group must call
+`Mesh.create`, those beyond the mesh too, because torch creates groups collectively.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import product
+from math import prod
 
 from torch import distributed
 
@@ -31,26 +30,26 @@ class MeshConfig:
     pp: int = 1
     """Pipeline stages; the model is cut into twice as many chunks."""
     dp: int = 1
-    """Data-parallel replicas, over which parameters, experts included, are sharded."""
+    """Data-parallel ranks, over which parameters, experts included, are sharded."""
     cp: int = 1
     """Ranks that share one sequence."""
     ep: int = 1
-    """Ranks that share the experts of a layer and are data-parallel for everything else."""
+    """Ranks that share a layer's experts and are data-parallel for everything else."""
 
     def violations(self) -> list[str]:
         """A line for each axis without ranks."""
-        axes = zip(AXIS_NAMES, self.sizes, strict=True)
+        axes = self.sizes.items()
         return [f"mesh.{n} = {s}: an axis has at least 1 rank" for n, s in axes if s < 1]
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """In the order of `AXIS_NAMES`."""
-        return self.pp, self.dp, self.cp, self.ep
+    def sizes(self) -> dict[str, int]:
+        """Size by name, from outer to inner."""
+        return asdict(self)
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.pp * self.dp * self.cp * self.ep
+        return prod(self.sizes.values())
 
     @property
     def num_batch_ranks(self) -> int:
@@ -60,8 +59,7 @@ class MeshConfig:
     @property
     def label(self) -> str:
         """Short form without axes of size 1: `pp2-ep2`; `single` for one rank."""
-        parts = [f"{n}{s}" for n, s in zip(AXIS_NAMES, self.sizes, strict=True) if s > 1]
-        return "-".join(parts) or "single"
+        return "-".join(f"{n}{s}" for n, s in self.sizes.items() if s > 1) or "single"
 
 
 def parse_mesh(label: str) -> MeshConfig:
@@ -78,7 +76,7 @@ def parse_mesh(label: str) -> MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis as one rank sees it: the ranks that differ from it in this axis alone."""
+    """The ranks that differ from this one in an axis, or a product of axes, alone."""
 
     name: str
     """For messages, such as `ep`."""
@@ -87,19 +85,19 @@ class Axis:
     rank: int
     """This rank's position among them."""
     ranks: tuple[int, ...]
-    """Their ranks in the default process group, in axis order."""
+    """Their global ranks, in axis order."""
     group: distributed.ProcessGroup | None
-    """The communicator; None for one rank, or for a mesh made from sizes alone."""
+    """None for one rank, or for a mesh made from sizes alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All axes of one rank, made by `single`, `plan` or `create`; `_MEMBERS` says for what."""
+    """All axes of one rank, made by `single`, `plan` or `create`; for their use see `_MEMBERS`."""
 
     config: MeshConfig
     """The sizes."""
     rank: int
-    """This rank in the mesh and in the default process group."""
+    """This rank in the mesh, and globally."""
     pp: Axis
     """Pipeline stages."""
     dp: Axis
@@ -107,9 +105,9 @@ class Mesh:
     cp: Axis
     """Ranks that share a sequence."""
     ep: Axis
-    """Ranks that share a layer's experts; for the forward."""
+    """Ranks that share a layer's experts."""
     ep_backward: Axis
-    """The same ranks, a second communicator: a backward does not queue behind a forward."""
+    """A second communicator: a backward does not queue behind a forward."""
     data: Axis
     """dp x cp x ep."""
     expert_data: Axis
@@ -126,7 +124,7 @@ class Mesh:
 
     @classmethod
     def plan(cls, config: MeshConfig, rank: int) -> "Mesh":
-        """A mesh without groups, for models on the meta device and for planning."""
+        """A mesh without groups, for planning."""
         raise_violations(config.violations(), "mesh")
         if not 0 <= rank < config.world_size:
             raise ValueError(f"rank {rank} of mesh {config.label}: 0 to {config.world_size - 1}")
@@ -136,8 +134,7 @@ class Mesh:
     def create(cls, config: MeshConfig, timeout: timedelta) -> "Mesh | None":
         """Create groups over the first `config.world_size` ranks; None on the ranks beyond.
 
-        Axes with the same ranks share a communicator, `ep_backward` excepted. A collective fails
-        after `timeout`. ValueError if the default group is too small.
+        Axes with the same ranks share a communicator, `ep_backward` excepted.
         """
         raise_violations(config.violations(), "mesh")
         available = distributed.get_world_size()
@@ -168,7 +165,7 @@ class Mesh:
 
 
 def describe_mesh(config: MeshConfig, ranks_per_node: int) -> str:
-    """A table: size of each axis, stride, whether it crosses nodes of so many ranks, its load."""
+    """A table: size and stride of each axis, whether it crosses nodes, what it carries."""
     lines = [f"{'axis':<12} {'size':>5} {'stride':>7}  {'crosses nodes':<14} carries"]
     for name, (_, purpose) in _MEMBERS.items():
         if name == "ep_backward":
@@ -190,16 +187,15 @@ def mesh_violations(
     num_micro_batches: int,
     sequence_length: int,
 ) -> list[str]:
-    """Lines with what keeps this mesh from training this model on `world_size` processes.
+    """What keeps a mesh from training a model on `world_size` processes, a line each.
 
-    `num_experts` (0: dense) are those of a layer, `num_micro_batches` those of a step over all
-    ranks. All axes have ranks.
+    `num_experts` (0: dense) are those of a layer, `num_micro_batches` those of a global step.
     """
     model = (num_experts, num_layers, num_micro_batches, sequence_length)
     wrong = _model_violations(config, *model)
     if config.world_size == world_size:
         return wrong
-    sizes = " x ".join(f"{n} {s}" for n, s in zip(AXIS_NAMES, config.sizes, strict=True))
+    sizes = " x ".join(f"{n} {s}" for n, s in config.sizes.items())
     fits = ", ".join(mesh.label for mesh in feasible_meshes(world_size, *model)) or "none"
     first = (
         f"mesh: {sizes} = {config.world_size} processes, but {world_size} run; "
@@ -268,13 +264,13 @@ _MEMBERS: dict[str, tuple[tuple[str, ...], str]] = {
     "data": (("dp", "cp", "ep"), "counts; dense parameters and gradients unless replicated"),
     "expert_data": (("dp", "cp"), "expert parameters and gradients unless replicated"),
     "dense_shards": (("cp", "ep"), "replicated dense parameters and gradients, once a step"),
-    "world": (("pp", "dp", "cp", "ep"), "norms, counts, messages"),
+    "world": (AXIS_NAMES, "norms, counts, messages"),
 }
-"""Axis or product of axes -> the axes that it spans, and what it carries."""
+"""Name -> the axes that it spans, and what it carries."""
 
 
 def _axes(config: MeshConfig, rank: int, groups: dict) -> dict[str, Axis]:
-    """All axes; `groups` maps (whether it is the backward's, its ranks) to the communicator."""
+    """`groups`: (whether it is the backward's own, its ranks) -> communicator."""
     axes = {}
     for name in _MEMBERS:
         ranks = _ranks_of(name, config, rank)
@@ -287,7 +283,7 @@ def _axes(config: MeshConfig, rank: int, groups: dict) -> dict[str, Axis]:
 def _ranks_of(name: str, config: MeshConfig, rank: int) -> tuple[int, ...]:
     """Ranks that differ from `rank` in the axes of `name` alone."""
     ranks, stride = [rank], config.world_size
-    for axis, size in zip(AXIS_NAMES, config.sizes, strict=True):
+    for axis, size in config.sizes.items():
         stride //= size
         if axis in _MEMBERS[name][0]:
             ranks = [r + (i - r // stride % size) * stride for r in ranks for i in range(size)]

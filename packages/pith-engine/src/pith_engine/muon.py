@@ -6,18 +6,18 @@ For a matrix w [R, C] with gradient g, momentum m and mu = `momentum`:
     x <- u / |u|,  then 5 times  x <- a x + (b s + c s^2) x  with  s = x x^T    (Newton-Schulz)
     w <- w - lr * wd * w - lr * 0.2 * sqrt(max(R, C)) * x               (arXiv 2502.16982, eq. 4)
 
-The scale gives x the RMS of AdamW's updates, so AdamW's learning rate and decay carry over. x has
-the dtype that layers compute in; torch.optim.Muon, which always iterates in bf16, is the oracle.
+The scale gives x the RMS of AdamW's updates, so learning rate and decay carry over. x has the dtype
+that layers compute in; the oracle torch.optim.Muon always iterates in bf16.
 
-A matrix is a canonical one: gate and up apart, every expert apart. A rank updates the whole ones
-that it holds; one whose rows or columns are spread over an axis has an owner there:
+A matrix is a canonical one, every expert apart. Whole ones are updated where they are; one that is
+spread over an axis has an owner there:
 
     1. every rank: u of its pieces   --all-to-all-->   owners
     2. owners: x, of matrices of one shape together
     3. x   --all-to-all-->   every rank: its pieces of w
 
-for one chunk of matrices at a time, to bound memory. The trap: collectives must match on all ranks
-whatever they hold, so chunks and owners follow from shapes alone, and empty pieces take part.
+for one chunk of matrices at a time, to bound memory. The trap: collectives must match on all ranks,
+so chunks and owners follow from shapes alone, and empty pieces take part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,13 +43,12 @@ SMALLEST_NORM = 1e-7
 UPDATE_RMS = 0.2
 """RMS of AdamW's updates in training (arXiv 2502.16982, section 2.2)."""
 CHUNK_ELEMENTS = 2**25
-"""Elements that a rank owns at a time: 64 MiB in bf16, yet 21 experts of 768 x 2048, so that a
-matrix product takes longer than its launch."""
+"""Elements that a rank owns at a time: 64 MiB in bf16, enough to hide launches of kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Piece:
-    """This rank's part, maybe empty, of one canonical matrix; or a stack of whole ones."""
+    """This rank's part of one matrix, maybe empty, or a stack of whole ones."""
 
     shard: Tensor
     grad: Tensor
@@ -57,10 +56,10 @@ class _Piece:
     shape: tuple[int, int]
     """[R, C] of a whole matrix."""
     places: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    """Offsets and shape of each rank's piece; nothing for whole matrices."""
+    """Offsets and shape of each rank's piece; empty for whole matrices."""
 
     def direction(self, mu: float) -> Tensor:
-        """Update the momentum; u in the master dtype."""
+        """u, once a step: it updates the momentum."""
         self.momentum.lerp_(self.grad, 1 - mu)
         return self.grad.lerp(self.momentum, mu)
 
@@ -70,7 +69,7 @@ class _Piece:
 
 
 class Muon:
-    """The optimizer of one rank: Muon where `Role.uses_muon`, AdamW for the others."""
+    """Muon where `Role.uses_muon`, AdamW for the others, on one rank."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class Muon:
         self._momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
         self._weight_decay = config.weight_decay
         self._moments = {p.name: {"momentum": torch.zeros_like(p.shard)} for p in self._matrices}
-        # Of x; one for all, because no role that uses Muon keeps the master dtype.
+        # One for all: no role that uses Muon keeps the master dtype.
         self._dtype = self._matrices[0].full.dtype if self._matrices else torch.float32
         self._local: list[_Piece] = []
         spread: dict[Axis, list[_Piece]] = {}
@@ -111,7 +110,7 @@ class Muon:
         return {"muon": self._matrices, **self._rest.groups()}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Stored name -> `momentum`, or AdamW's: live tensors, shaped like the shard."""
+        """Stored name -> `momentum`, or AdamW's: live tensors."""
         return {**self._moments, **self._rest.moments()}
 
     @torch.no_grad()
@@ -177,13 +176,13 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """The parts of a flat buffer, shaped like the tensors, which fill it."""
+    """Consecutive parts of a flat buffer, shaped like the tensors."""
     parts = buffer.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _pieces(parameter: ShardedParameter, momentum: Tensor, chunk_elements: int) -> Iterator[_Piece]:
-    """This rank's stacks of whole matrices, cut to `chunk_elements`, and pieces of spread ones."""
+    """Stacks of whole matrices, cut to `chunk_elements`, and pieces of spread ones."""
     assert parameter.shard.dim() in (2, 3), f"{parameter.name}: a matrix or a stack of matrices"
     tensors = parameter.shard, parameter.grad, momentum
     mine = zip(*(canonical_blocks(parameter, tensor) for tensor in tensors), strict=True)
@@ -203,7 +202,7 @@ def _pieces(parameter: ShardedParameter, momentum: Tensor, chunk_elements: int) 
 def _assign(pieces: list[_Piece], num_ranks: int, chunk_elements: int) -> list[list[list[_Piece]]]:
     """Chunks of owners: the dearest matrix goes to the rank with the least work so far.
 
-    A chunk is full when that rank would own more than `chunk_elements`, one matrix excepted.
+    No rank owns more than `chunk_elements` in a chunk, or a single matrix.
     """
     chunks: list[list[list[_Piece]]] = []
     costs, sizes = [0] * num_ranks, [0] * num_ranks

@@ -8,6 +8,7 @@ changes nothing. torch's fused kernel is called as a function: moments are there
 parameters, before the first step, so that a checkpoint can be read into them.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, prod
@@ -25,7 +26,7 @@ from pith_engine.violations import raise_violations
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Which optimizer, and its constants; the learning rate is given at each step."""
+    """Which optimizer, and its constants but for the learning rate."""
 
     method: Literal["adamw", "muon"] = "adamw"
     """`muon`: Muon for matrices, AdamW for embedding, head, router, norms and biases."""
@@ -66,23 +67,20 @@ def check_optimizer(parameters: Sequence[ShardedParameter], config: OptimizerCon
 
 
 def describe_groups(groups: dict[str, list[ShardedParameter]], mesh: Mesh) -> str:
-    """A table of what each method updates, by role, over the whole model; all ranks call it.
+    """A table of what each method updates in the whole model; all ranks call it.
 
     A stack of experts is one tensor, gate and up are two.
     """
-    mine = [
-        ((method, p.role.value), max(1, len(p.parts)), prod(p.global_shape))
-        for method, members in groups.items()
-        for p in members
-    ]
-    counts: dict[tuple[str, str], tuple[int, int]] = {}
-    for stage in gather_objects(mine, mesh.pp):
-        for key, tensors, elements in stage:
-            before = counts.get(key, (0, 0))
-            counts[key] = before[0] + tensors, before[1] + elements
+    tensors: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    for method, members in groups.items():
+        for p in members:
+            row = f"{method:<10} {p.role.value:<14}"
+            tensors[row] += max(1, len(p.parts))
+            elements[row] += prod(p.global_shape)
+    tensors, elements = (sum(gather_objects(c, mesh.pp), Counter()) for c in (tensors, elements))
     lines = [f"{'optimizer':<10} {'role':<14} {'tensors':>8} {'elements':>16}"]
-    for (method, role), (tensors, elements) in sorted(counts.items()):
-        lines.append(f"{method:<10} {role:<14} {tensors:>8} {elements:>16,}")
+    lines += [f"{row} {tensors[row]:>8} {elements[row]:>16,}" for row in sorted(tensors)]
     return "\n".join(lines)
 
 
@@ -109,7 +107,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update all shards from their gradients with this learning rate."""
+        """Update all shards from their gradients."""
         beta1, beta2 = self._config.betas
         for decayed in (True, False):
             members = [

@@ -1,14 +1,14 @@
 """How many layers each pipeline chunk holds, by cost.
 
-In the V placement rank r holds chunks r and `2 * pp - 1 - r`, so rank 0 also carries the embedding
-and the head, which for a large vocabulary weigh several layers. The pipeline is limited by
+Rank r holds chunks r and `2 * pp - 1 - r`, so rank 0 also carries the embedding and the head, which
+for a large vocabulary weigh several layers. The pipeline is limited by
 
     minimise   max over ranks r of  cost(chunk r) + cost(chunk 2 pp - 1 - r)
     then       sum over chunks of   cost(chunk) ** 2
 
-where the second keeps a rank's two chunks alike, on which overlapped slots depend. The first is
-found by bisection over a limit, tested by filling ranks from both ends of the model inwards, depth
-first with memory; near the optimum that leaves few states, and the second is exact over them.
+where the second keeps a rank's two chunks alike, for their overlap. The first is found by bisection
+over a limit, tested by filling ranks from both ends of the model inwards, depth first with memory;
+near the optimum that leaves few states, and the second is exact over them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,7 +20,7 @@ from pith_engine.schedule import chunk_rank
 from pith_engine.violations import raise_violations
 
 PRECISION = 1e-9
-"""Relative difference of costs that counts as none, far above the rounding of their sums."""
+"""Relative difference of costs that counts as none, far above rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,9 @@ class ChunkCost:
 def layers_per_chunk(
     layer_costs: tuple[float, ...], num_chunks: int, embedding_cost: float, head_cost: float
 ) -> tuple[int, ...]:
-    """Layers, at least one, of each of the `2 * pp` chunks, that load the fullest rank least.
+    """Layers of each of the `2 * pp` chunks that load the fullest rank least.
 
-    Costs are in any one unit. ValueError for an odd number of chunks, fewer layers than chunks, or
-    a negative cost.
+    Costs are in any one unit; ValueError for an odd number of chunks, or fewer layers than chunks.
     """
     if num_chunks < 2 or num_chunks % 2:
         raise ValueError(f"num_chunks is {num_chunks}; allowed are 2 * pp with pp >= 1")
@@ -81,7 +80,7 @@ def layers_per_chunk(
 def chunk_costs(
     layers: tuple[int, ...], layer_costs: tuple[float, ...], embedding_cost: float, head_cost: float
 ) -> tuple[ChunkCost, ...]:
-    """What every chunk of a partition costs; ValueError for one of `partition_violations`."""
+    """What every chunk costs; ValueError for `partition_violations`."""
     pp = max(1, (len(layers) + 1) // 2)
     raise_violations(partition_violations(layers, pp, len(layer_costs)), "partition")
     chunks = []
@@ -133,19 +132,17 @@ def _fill(
 ) -> tuple[int, ...] | None:
     """Layers per chunk with no rank above `limit`, or None; `sums[n]` is the cost of n layers.
 
-    `evenly` asks for the smallest sum of squared chunk costs, else the first one found will do.
+    They have the smallest sum of squares if `evenly`, else they are the first found.
     """
-    known: dict[tuple[int, int, int], tuple[float, tuple[int, ...]] | None] = {}
 
+    @cache
     def place(rank: int, start: int, end: int) -> tuple[float, tuple[int, ...]] | None:
         """Fill ranks `rank .. pp - 1` with layers `start .. end - 1`: (sum of squares, layers)."""
         if rank == pp:
             return (0.0, ()) if start == end else None
-        if (rank, start, end) in known:
-            return known[rank, start, end]
         inner = pp - 1 - rank
         best = None
-        most = end - start - 2 * inner  # every chunk of the ranks inside needs a layer
+        most = end - start - 2 * inner  # every chunk inside needs a layer
         for first in range(min(most, bisect_right(sums, sums[start] + limit) - start) - 1, 0, -1):
             cost = sums[start + first] - sums[start]
             largest = min(most - first, end - bisect_left(sums, sums[end] - (limit - cost)))
@@ -160,7 +157,6 @@ def _fill(
                     best = squares, (first, *rest[1], second)
                 if not evenly:
                     return best
-        known[rank, start, end] = best
         return best
 
     found = place(0, 0, len(sums) - 1)

@@ -1,8 +1,7 @@
 """Processes: joining the group, failing together, and the only wrappers of collectives.
 
 A command finds its peers in torchrun's variables, else in those of `srun`, else it is alone. On
-GPUs the group is `cpu:gloo,cuda:nccl`, so objects and barriers go over gloo and never touch a GPU
-stream; on CPUs it is gloo. One timeout holds for every group.
+GPUs the group is `cpu:gloo,cuda:nccl`, so objects and barriers never touch a GPU stream.
 
 A rank that raises prints its traceback and exits at once without draining collectives or running
 exit handlers: its peers see a closed connection and follow within seconds, and the first traceback
@@ -33,7 +32,7 @@ class LaunchInfo:
     """What the launcher says about this process."""
 
     rank: int = 0
-    """Rank among all processes."""
+    """Global rank."""
     world_size: int = 1
     """Number of processes."""
     local_rank: int = 0
@@ -41,16 +40,13 @@ class LaunchInfo:
     ranks_per_node: int = 1
     """Processes on this machine."""
     has_own_gpu: bool = False
-    """Whether the launcher was told to show each process one GPU, its number 0."""
+    """Whether the launcher was told to show each process one GPU."""
     init_method: str | None = None
-    """URL where torch meets the peers; None when the process is alone."""
+    """URL where peers meet; None without any."""
 
 
 def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
-    """Read torchrun's variables, else those of a SLURM job step, else one process.
-
-    A batch script without `srun` is one process: only a step sets `SLURM_STEP_NUM_TASKS`.
-    """
+    """Read torchrun's variables, else those of a SLURM step, which a batch script lacks."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if name not in environ]
@@ -85,13 +81,13 @@ def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
 
 
 def local_gpus(launch: LaunchInfo) -> int:
-    """GPUs for the processes of this machine: those seen, or one each where each sees its own."""
+    """GPUs for the processes of this machine: those seen, or one each."""
     seen = torch.cuda.device_count()
     return launch.ranks_per_node if launch.has_own_gpu and seen == 1 else seen
 
 
 def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
-    """Join the default process group; returns this process's device, `cpu` or `cuda:N`."""
+    """Join the default group; this process's device, or ValueError if there is none."""
     launch = read_launch(os.environ)
     device = torch.device("cpu")
     if device_type == "cuda":
@@ -129,8 +125,8 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
     both ask for it. Inside a step that deadlocks: one rank waits to connect what the other sends
     only after it has received something else.
     """
-    dense = (mesh.dp, mesh.cp, mesh.data, mesh.dense_shards)
-    for axis in (mesh.pp, *dense, mesh.ep, mesh.ep_backward, mesh.expert_data, mesh.world):
+    axes = (mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.ep_backward, mesh.data, mesh.expert_data)
+    for axis in (*axes, mesh.dense_shards, mesh.world):
         all_reduce(torch.ones(1, device=device), axis)
     for axis in (mesh.ep, mesh.ep_backward):
         ones = torch.ones(axis.size, device=device)
@@ -158,7 +154,7 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
     except (Exception, KeyboardInterrupt) as error:
         text = "".join(traceback.format_exception(error))
         try:
-            # One write, so that lines of ranks that fail together do not mix.
+            # One write: lines of ranks that fail together do not mix.
             sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
             sys.stderr.flush()
             sys.stdout.flush()  # Raises when the reader of a pipe has gone.
@@ -217,7 +213,7 @@ def all_to_all(
 
 
 class Exchange:
-    """Transfers under way; holds their tensors until they are waited for."""
+    """Transfers under way, and their tensors until they are waited for."""
 
     def __init__(
         self, receives: list[distributed.Work], sends: list[distributed.Work], tensors: list[Tensor]
@@ -245,16 +241,13 @@ def exchange(
 
     No order of ranks can block it; transfers between two ranks match in order.
     """
-    if not sends and not receives:
-        return Exchange([], [], [])
-    group = _group(axis)
-    entries = [(distributed.irecv, *entry) for entry in receives]
-    entries += [(distributed.isend, *entry) for entry in sends]
-    works = distributed.batch_isend_irecv(
-        [distributed.P2POp(op, tensor, axis.ranks[peer], group) for op, tensor, peer in entries]
-    )
+    ops = [
+        distributed.P2POp(distributed.irecv, t, axis.ranks[r], _group(axis)) for t, r in receives
+    ]
+    ops += [distributed.P2POp(distributed.isend, t, axis.ranks[r], _group(axis)) for t, r in sends]
+    works = distributed.batch_isend_irecv(ops) if ops else []
     # NCCL gives one handle for the whole batch; it counts as a receive if there is any.
-    tensors = [tensor for _, tensor, _ in entries]
+    tensors = [tensor for tensor, _ in (*receives, *sends)]
     return Exchange(works[: len(receives)], works[len(receives) :], tensors)
 
 
@@ -269,11 +262,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 
 def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
     """The picklable value of axis rank `source`, on every rank."""
-    if axis.size == 1:
-        return value
-    values = [value]
-    distributed.broadcast_object_list(values, src=axis.ranks[source], group=_group(axis))
-    return values[0]
+    return gather_objects(value, axis)[source]
 
 
 def barrier(axis: Axis) -> None:

@@ -1,9 +1,8 @@
 """What is wrong with a configuration: lines, each beginning with the field's full path.
 
 Every configuration has a method `violations() -> list[str]` (`optim.eps = -1.0: above 0 and
-finite`). A command collects those of the whole tree before it starts; a library meets the same
-lines through `raise_violations`. The trap: a check inside `__post_init__` would end alone, before
-the rest of the tree exists.
+finite`). A command collects those of the whole tree, `raise_violations` those of one part. The
+trap: a check inside `__post_init__` would end alone, before the tree exists.
 """
 
 from collections.abc import Sequence
@@ -21,8 +20,7 @@ def raise_violations(violations: Sequence[str], what: str) -> None:
 def type_violations(values: Any, annotation: Any, path: str) -> list[str]:
     """Where `values`, a dataclass as `asdict` gives it, holds a value of another type.
 
-    Literals, unions, tuples and nested dataclasses are looked into; an int serves as a float, a
-    bool not as a number.
+    An int serves as a float, a bool not as a number.
     """
     hints = get_type_hints(annotation) if is_dataclass(annotation) else {}
     if hints and isinstance(values, dict) and values.keys() == hints.keys():
