@@ -2,17 +2,17 @@
 
 A checkpoint is a folder `step-00000100` in PyTorch's DCP format. Its tensors carry canonical names
 (`model.layers.3.q_proj`, `optimizer.exp_avg.layers.3.q_proj`) and global shapes; each rank writes
-the blocks it holds at their true offsets, so any mesh reads what any other wrote. To save:
+its blocks at their true offsets, so any mesh reads what any other wrote. To save:
 
     1. rank 0 deletes what killed saves left and makes an empty `step-00000100.tmp`
     2. every rank writes its blocks (rank 0 also `.metadata`) and hashes its files
     3. rank 0 writes `manifest.json`, the last file: names, sizes, hashes, and the run's facts
     4. rank 0 renames the folder to `step-00000100`
 
-It is complete when its manifest is there and every listed file has its size; a load first compares
-the hashes (1.3 s a GB, measured on one core). A rank's share of a part (gate and up are stored
-together) is no DTensor placement, hence the planners. The trap: DCP does not check that a load
-covers every element, so `_read_blocks` does.
+It is complete when the manifest is there and every listed file has its size; a load first compares
+hashes (1.3 s a GB, measured on one core). A rank's share of a part (gate and up are stored as one)
+is no DTensor placement, hence the planners. The trap: DCP does not check that a load covers every
+element, so `_read_blocks` does.
 """
 
 import hashlib
@@ -100,7 +100,7 @@ class StoredBlock:
     dtype: torch.dtype
     """The tensor's."""
     read: Callable[[], Tensor]
-    """Gives the block when it is needed, so that one at a time is in memory."""
+    """Gives the block when it is written, so that one at a time is in memory."""
 
 
 def save_checkpoint(
@@ -113,8 +113,8 @@ def save_checkpoint(
 ) -> Path:
     """Save weights, moments and `run` (rank 0's) as `folder/step-<step>`, and return it.
 
-    All ranks call it; what was committed before survives any failure: a CheckpointException on
-    every rank for blocks, an OSError on rank 0 alone for folder or manifest.
+    All ranks call it; what was committed before survives any failure. A CheckpointException comes
+    on every rank, an OSError of the folder or the manifest on rank 0 alone.
     """
     written = [p for p in parameters if p.replicas.rank == 0]  # replicas hold the same bits
     return _commit(folder, step, _blocks(written, optimizer), run, mesh, has_optimizer=True)
@@ -153,7 +153,7 @@ def checkpoint_fault(path: Path) -> str | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a complete checkpoint."""
+    """The manifest; FileNotFoundError if there is none."""
     fields = json.loads((path / MANIFEST_NAME).read_text())
     files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
     return Manifest(files=files, **fields)
@@ -289,7 +289,7 @@ def _commit(
             shutil.rmtree(left)
         temporary.mkdir(parents=True)
     barrier(mesh.world)
-    # 2. Every rank's blocks.
+    # 2. Every rank's blocks, in files that DCP calls `__<rank>_*`.
     writer = FileSystemWriter(temporary, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
@@ -349,7 +349,7 @@ def _chunk(block: StoredBlock) -> ChunkStorageMetadata:
 
 
 def _renamed_aside(path: Path) -> Path:
-    """Rename before deleting: a deletion that is cut short must not leave what looks whole."""
+    """Rename before deleting: half a deletion must not leave what looks whole."""
     aside = path.with_suffix(".deleted")
     shutil.rmtree(aside, ignore_errors=True)
     return path.rename(aside)

@@ -7,16 +7,15 @@ A unit (embedding, head with the final norm, each layer's dense part, each layer
     full_grads  master dtype: what autograd and deferred weight gradients add into
     grads       master dtype: the reduced gradient of `shards`
 
-    gather()    full <- all ranks' shards, full_grads <- 0      opens a step
-    reduce()    grads <- sum over ranks of full_grads           closes it
+    gather()    full <- all ranks' shards, full_grads <- 0
+    reduce()    grads <- sum over ranks of full_grads, then over replicas (HSDP)
 
-Replicated over dp (HSDP), gradients are summed over the shard axis, then over dp: all replicas get
-the same bits. A block is what `torch.chunk` gives along dim 0, or along the last dim when dim 0 has
-fewer rows than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit.
+A block is what `torch.chunk` gives along dim 0, or along the last dim when dim 0 has fewer rows
+than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit.
 
 torch's `fully_shard` needs private members to be driven by hand, cannot sum on gloo, and loses
 weight gradients that come late. The trap: `parameter.grad` must stay a view of `full_grads` (no
-`zero_grad`); `reduce` checks.
+`zero_grad`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -113,7 +112,7 @@ class Unit:
             dtype = master if declared[stored].role.keeps_fp32 else compute_dtype
             slot = _Slot(tuple(declared[stored].shape), self._axis, column, dtype, device)
             self._slots.append(slot)
-            column += _aligned(slot.width)
+            column = slot.stop
         self._shards = torch.zeros(column, dtype=master, device=device)
         self._full_grads = torch.zeros(column * self._axis.size, dtype=master, device=device)
         # A single rank's gradient is whole already.
@@ -158,7 +157,7 @@ class Unit:
             return
         for dtype, slots in groupby(self._slots, key=lambda slot: slot.buffer.dtype):
             bucket = list(slots)
-            start, stop = bucket[0].column, bucket[-1].column + _aligned(bucket[-1].width)
+            start, stop = bucket[0].column, bucket[-1].stop
             own = self._shards[start:stop].to(dtype)
             gathered = own.new_empty(self._axis.size * own.numel())
             all_gather(gathered, own, self._axis)
@@ -173,9 +172,7 @@ class Unit:
         for slot, parameter in zip(self._slots, self.parameters, strict=True):
             grad, start = parameter.full.grad, self._full_grads[slot.grad_start :]
             if grad is None or grad.data_ptr() != start.data_ptr():
-                raise RuntimeError(
-                    f"{parameter.name}.grad was replaced; its unit owns it (no zero_grad)"
-                )
+                raise RuntimeError(f"{parameter.name}.grad was replaced: do not use zero_grad")
         if self._grads is self._full_grads:
             return
         packed = self._shards.new_zeros(self._axis.size, self._shards.numel())
@@ -205,9 +202,8 @@ def shard_chunks(
 ) -> list[Unit]:
     """Replace the declared parameters of this rank's chunks by real ones, owned by units.
 
-    Units are `embedding`, `head`, and for each layer `layers.N` and `layers.N.experts`. A parameter
-    with several names (tied embeddings) is one under its first, and its gradient sums all uses.
-    The device `meta` allocates nothing; ValueError if a parameter was not declared.
+    A parameter with several names (tied embeddings) is one under its first, and its gradient sums
+    all uses. ValueError for one that was not declared.
     """
     members: dict[str, dict[str, DeclaredParameter]] = {}
     uses: dict[DeclaredParameter, list[tuple[nn.Module, str]]] = {}
@@ -242,23 +238,21 @@ def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[Ca
     A part is an equal share of the last dim but one; the block of one on other ranks is empty.
     """
     *prefix, last = parameter.name.split(".")
-    parts = parameter.parts or (last,)
-    dim = max(len(parameter.global_shape) - 2, 0)
-    rows = parameter.global_shape[dim] // len(parts)
-    assert rows * len(parts) == parameter.global_shape[dim], (
-        f"{parameter.name}: parts of equal size"
-    )
+    parts, shape = parameter.parts or (last,), parameter.global_shape
+    dim = max(len(shape) - 2, 0)
+    rows = shape[dim] // len(parts)
+    assert rows * len(parts) == shape[dim], f"{parameter.name}: parts of equal size"
     start = parameter.offsets[dim]
     for index, part in enumerate(parts):
         first = min(max(start, index * rows), (index + 1) * rows)
         stop = max(first, min(start + tensor.shape[dim], (index + 1) * rows))
         begin = first - start if stop > first else 0
-        global_shape, offsets = list(parameter.global_shape), list(parameter.offsets)
-        global_shape[dim], offsets[dim] = rows, first - index * rows
+        offsets = list(parameter.offsets)
+        offsets[dim] = first - index * rows
         yield CanonicalBlock(
             name=".".join([*prefix, part]),
             tensor=tensor.narrow(dim, begin, stop - first),
-            global_shape=tuple(global_shape),
+            global_shape=(*shape[:dim], rows, *shape[dim + 1 :]),
             offsets=tuple(offsets),
         )
 
@@ -291,9 +285,9 @@ def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
 class _Slot:
     """Where one parameter lies in its unit's buffers.
 
-    The communication buffer has a row a rank and in it `width` columns, those of the largest block,
-    for this parameter. Split along dim 0, the columns of all rows in order are the whole tensor, so
-    full buffers have room for as many.
+    The communication buffer has a row a rank and in it `width` columns for the parameter. Split
+    along dim 0, the columns of all rows in order are the whole tensor, so full buffers have room
+    for as many.
     """
 
     def __init__(
@@ -311,6 +305,7 @@ class _Slot:
         start, stop = self.bounds[axis.rank]
         self.block_shape = (*before, stop - start, *after)
         self.width = self.bounds[0][1] * prod(before + after)
+        self.stop = column + -(-self.width // ALIGNMENT) * ALIGNMENT
         self.buffer = torch.full((axis.size * self.width,), torch.nan, dtype=dtype, device=device)
 
     def whole(self, buffer: Tensor) -> Tensor:
@@ -328,10 +323,6 @@ class _Slot:
         for row, (start, stop) in zip(columns, self.bounds, strict=True):
             block = self.whole(buffer).narrow(self.dim, start, stop - start)
             yield block, row[: block.numel()].view(block.shape)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _unit_name(name: str, role: Role) -> str:

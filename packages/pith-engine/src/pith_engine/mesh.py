@@ -4,14 +4,14 @@ Ranks are numbered with the axes (pp, dp, cp, ep) from outer to inner,
 
     rank = ((pp * DP + dp) * CP + cp) * EP + ep
 
-so ep neighbours, who exchange most, are adjacent and pipeline stages farthest apart. EP ranks read
-different data; CP ranks share a sequence. torch's DeviceMesh needs a process group and gives no
-second communicator over the same ranks. The trap: every rank of the *default* group must call
-`Mesh.create`, those beyond the mesh too, because torch creates groups collectively.
+so ep neighbours, who exchange most, are adjacent. EP ranks read different data; CP ranks share a
+sequence. torch's DeviceMesh needs a process group and gives no second communicator over the same
+ranks. The trap: every rank of the *default* group must call `Mesh.create`, those beyond the mesh
+too, because torch creates groups collectively.
 """
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
 from math import prod
@@ -25,7 +25,7 @@ AXIS_NAMES = ("pp", "dp", "cp", "ep")
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many ranks each axis has; their product is the number of processes."""
+    """How many ranks each axis has."""
 
     pp: int = 1
     """Pipeline stages; the model is cut into twice as many chunks."""
@@ -44,7 +44,7 @@ class MeshConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """Size by name, from outer to inner."""
-        return asdict(self)
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep}
 
     @property
     def world_size(self) -> int:
@@ -58,17 +58,17 @@ class MeshConfig:
 
     @property
     def label(self) -> str:
-        """Short form without axes of size 1: `pp2-ep2`; `single` for one rank."""
+        """Axes of more than one rank: `pp2-ep2`; `single` without any."""
         return "-".join(f"{n}{s}" for n, s in self.sizes.items() if s > 1) or "single"
 
 
 def parse_mesh(label: str) -> MeshConfig:
-    """Read `single` or the short form `pp2-ep2`, axes in any order, each at most once."""
+    """Read a `MeshConfig.label`, axes in any order."""
     if label == "single":
         return MeshConfig()
     parts = label.split("-")
-    found = [re.fullmatch(r"(pp|dp|cp|ep)([1-9][0-9]*)", part) for part in parts]
-    sizes = {match[1]: int(match[2]) for match in found if match}
+    axis = re.compile(r"(pp|dp|cp|ep)[1-9][0-9]*")
+    sizes = {part[:2]: int(part[2:]) for part in parts if axis.fullmatch(part)}
     if len(sizes) < len(parts):
         raise ValueError(f"mesh {label!r}: expected axes pp, dp, cp, ep with sizes, as in pp2-ep2")
     return MeshConfig(**sizes)
@@ -76,7 +76,7 @@ def parse_mesh(label: str) -> MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """The ranks that differ from this one in an axis, or a product of axes, alone."""
+    """Ranks that differ in one axis, or in a product of axes, alone."""
 
     name: str
     """For messages, such as `ep`."""
@@ -92,7 +92,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All axes of one rank, made by `single`, `plan` or `create`; for their use see `_MEMBERS`."""
+    """All axes of one rank; `_MEMBERS` says what they carry."""
 
     config: MeshConfig
     """The sizes."""
@@ -132,15 +132,11 @@ class Mesh:
 
     @classmethod
     def create(cls, config: MeshConfig, timeout: timedelta) -> "Mesh | None":
-        """Create groups over the first `config.world_size` ranks; None on the ranks beyond.
-
-        Axes with the same ranks share a communicator, `ep_backward` excepted.
-        """
+        """Create groups, shared by axes of the same ranks; None on ranks beyond the mesh."""
         raise_violations(config.violations(), "mesh")
-        available = distributed.get_world_size()
-        if available < config.world_size:
+        if (running := distributed.get_world_size()) < config.world_size:
             raise ValueError(
-                f"mesh {config.label} needs {config.world_size} processes, {available} are running"
+                f"mesh {config.label} needs {config.world_size} processes, {running} are running"
             )
         groups = {}
         for name in _MEMBERS:
@@ -172,7 +168,7 @@ def describe_mesh(config: MeshConfig, ranks_per_node: int) -> str:
             continue
         groups = [_ranks_of(name, config, rank) for rank in range(config.world_size)]
         crosses = any(len({r // ranks_per_node for r in ranks}) > 1 for ranks in groups)
-        stride = str(groups[0][1] - groups[0][0]) if len(groups[0]) > 1 else "-"
+        stride = groups[0][1] - groups[0][0] if len(groups[0]) > 1 else "-"
         answer = "yes" if crosses else "no"
         lines.append(f"{name:<12} {len(groups[0]):>5} {stride:>7}  {answer:<14} {purpose}")
     return "\n".join(lines)
@@ -192,7 +188,7 @@ def mesh_violations(
     `num_experts` (0: dense) are those of a layer, `num_micro_batches` those of a global step.
     """
     model = (num_experts, num_layers, num_micro_batches, sequence_length)
-    wrong = _model_violations(config, *model)
+    wrong = _model_violations(config, model)
     if config.world_size == world_size:
         return wrong
     sizes = " x ".join(f"{n} {s}" for n, s in config.sizes.items())
@@ -209,19 +205,17 @@ def feasible_meshes(
 ) -> list[MeshConfig]:
     """All meshes of `world_size` processes that can train the model."""
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    order = product(sizes, repeat=4)
-    meshes = [MeshConfig(pp=pp, dp=dp, cp=cp, ep=ep) for pp, cp, ep, dp in order]
+    meshes = [
+        MeshConfig(pp=pp, dp=dp, cp=cp, ep=ep)
+        for pp, cp, ep, dp in product(sizes, repeat=4)
+        if pp * cp * ep * dp == world_size
+    ]
     model = (num_experts, num_layers, num_micro_batches, sequence_length)
-    return [m for m in meshes if m.world_size == world_size and not _model_violations(m, *model)]
+    return [mesh for mesh in meshes if not _model_violations(mesh, model)]
 
 
-def _model_violations(
-    config: MeshConfig,
-    num_experts: int,
-    num_layers: int,
-    num_micro_batches: int,
-    sequence_length: int,
-) -> list[str]:
+def _model_violations(config: MeshConfig, model: tuple[int, int, int, int]) -> list[str]:
+    num_experts, num_layers, num_micro_batches, sequence_length = model
     wrong = []
     num_blocks = 2 * config.cp if config.cp > 1 else 1
     if sequence_length % num_blocks:
@@ -248,9 +242,8 @@ def _model_violations(
     least = 2 * config.pp * step
     if num_micro_batches % step or num_micro_batches < least:
         wrong.append(
-            f"{num_micro_batches} micro-batches a step over dp {config.dp} x ep {config.ep}: "
-            f"a multiple of {step} that is at least {least} "
-            f"(2 x pp = {2 * config.pp} on each of {step} ranks)"
+            f"{num_micro_batches} micro-batches a step over dp {config.dp} x ep {config.ep}: a "
+            f"multiple of {step} that is at least {least} (2 x pp = {2 * config.pp} a rank)"
         )
     return wrong
 

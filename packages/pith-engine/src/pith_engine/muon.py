@@ -7,10 +7,8 @@ For a matrix w [R, C] with gradient g, momentum m and mu = `momentum`:
     w <- w - lr * wd * w - lr * 0.2 * sqrt(max(R, C)) * x               (arXiv 2502.16982, eq. 4)
 
 The scale gives x the RMS of AdamW's updates, so learning rate and decay carry over. x has the dtype
-that layers compute in; the oracle torch.optim.Muon always iterates in bf16.
-
-A matrix is a canonical one, every expert apart. Whole ones are updated where they are; one that is
-spread over an axis has an owner there:
+that layers compute in (bf16 in torch.optim.Muon, the oracle). A matrix is a canonical one, every
+expert apart. Whole ones are updated where they are; one that is spread over an axis has an owner:
 
     1. every rank: u of its pieces   --all-to-all-->   owners
     2. owners: x, of matrices of one shape together
@@ -126,10 +124,10 @@ class Muon:
             self._step_spread(axis, owned_by, lr)
 
     def _step_spread(self, axis: Axis, owned_by: list[list[_Piece]], lr: float) -> None:
-        """One chunk: for each rank the matrices it owns, those of a shape in a row."""
+        """One chunk; each rank owns matrices of a shape in a row."""
         held = [piece for owned in owned_by for piece in owned]
-        sent_sizes = [sum(m.shard.numel() for m in owned) for owned in owned_by]
         mine, ranks = owned_by[axis.rank], range(axis.size)
+        sent_sizes = [sum(m.shard.numel() for m in owned) for owned in owned_by]
         received_sizes = [sum(prod(m.places[rank][1]) for m in mine) for rank in ranks]
         # 1. u, sorted by owner; it arrives sorted by holder.
         sent = torch.empty(sum(sent_sizes), dtype=self._dtype, device=held[0].shard.device)
@@ -200,10 +198,7 @@ def _pieces(parameter: ShardedParameter, momentum: Tensor, chunk_elements: int) 
 
 
 def _assign(pieces: list[_Piece], num_ranks: int, chunk_elements: int) -> list[list[list[_Piece]]]:
-    """Chunks of owners: the dearest matrix goes to the rank with the least work so far.
-
-    No rank owns more than `chunk_elements` in a chunk, or a single matrix.
-    """
+    """Chunks of owners: the dearest matrix goes to the rank with the least work so far."""
     chunks: list[list[list[_Piece]]] = []
     costs, sizes = [0] * num_ranks, [0] * num_ranks
     for piece in sorted(pieces, key=lambda m: (-prod(m.shape) * min(m.shape), m.shape)):

@@ -3,9 +3,9 @@
     m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
     w <- w - lr * wd * w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-Weight decay acts on matrices only (`Role.is_decayed`). All is local and elementwise, so a mesh
-changes nothing. torch's fused kernel is called as a function: moments are there, named like the
-parameters, before the first step, so that a checkpoint can be read into them.
+Weight decay acts on matrices only (`Role.is_decayed`). All is elementwise, so a mesh changes
+nothing. torch's fused kernel is called as a function: a checkpoint needs moments, named like the
+parameters, before the first step.
 """
 
 from collections import Counter
@@ -109,10 +109,9 @@ class AdamW:
     def step(self, lr: float) -> None:
         """Update all shards from their gradients."""
         beta1, beta2 = self._config.betas
+        held = [p for p in self._parameters if p.shard.numel()]
         for decayed in (True, False):
-            members = [
-                p for p in self._parameters if p.role.is_decayed == decayed and p.shard.numel()
-            ]
+            members = [p for p in held if p.role.is_decayed == decayed]
             if not members:
                 continue
             moments = [self._moments[p.name] for p in members]

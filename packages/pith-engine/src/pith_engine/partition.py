@@ -7,8 +7,8 @@ for a large vocabulary weigh several layers. The pipeline is limited by
     then       sum over chunks of   cost(chunk) ** 2
 
 where the second keeps a rank's two chunks alike, for their overlap. The first is found by bisection
-over a limit, tested by filling ranks from both ends of the model inwards, depth first with memory;
-near the optimum that leaves few states, and the second is exact over them.
+over a limit, tested by filling ranks from both ends of the model inwards; near the optimum that
+leaves few states, and the second is exact over them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -43,22 +43,17 @@ class ChunkCost:
 def layers_per_chunk(
     layer_costs: tuple[float, ...], num_chunks: int, embedding_cost: float, head_cost: float
 ) -> tuple[int, ...]:
-    """Layers of each of the `2 * pp` chunks that load the fullest rank least.
-
-    Costs are in any one unit; ValueError for an odd number of chunks, or fewer layers than chunks.
-    """
+    """Layers of each of `2 * pp` chunks that load the fullest rank least; costs in any one unit."""
     if num_chunks < 2 or num_chunks % 2:
         raise ValueError(f"num_chunks is {num_chunks}; allowed are 2 * pp with pp >= 1")
     if len(layer_costs) < num_chunks:
         raise ValueError(
-            f"{len(layer_costs)} layers cannot fill num_chunks = {num_chunks}; every chunk needs a "
-            f"layer: use pp of at most {len(layer_costs) // 2}"
+            f"{len(layer_costs)} layers cannot fill num_chunks = {num_chunks}; "
+            f"use pp of at most {len(layer_costs) // 2}"
         )
     if min(*layer_costs, embedding_cost, head_cost) < 0:
-        raise ValueError(
-            f"costs must not be negative: layers {min(layer_costs)} and more, embedding "
-            f"{embedding_cost}, head {head_cost}"
-        )
+        ends = f"embedding {embedding_cost}, head {head_cost}"
+        raise ValueError(f"costs must not be negative: layers from {min(layer_costs)}, {ends}")
     costs = [*layer_costs]
     costs[0] += embedding_cost
     costs[-1] += head_cost
@@ -130,14 +125,14 @@ def _most_loaded_rank(sums: tuple[float, ...], layers: tuple[int, ...]) -> float
 def _fill(
     sums: tuple[float, ...], pp: int, limit: float, *, evenly: bool
 ) -> tuple[int, ...] | None:
-    """Layers per chunk with no rank above `limit`, or None; `sums[n]` is the cost of n layers.
+    """Layers per chunk with no rank above `limit`: the first found or the most even, else None.
 
-    They have the smallest sum of squares if `evenly`, else they are the first found.
+    `sums[n]` is the cost of the first n layers.
     """
 
     @cache
     def place(rank: int, start: int, end: int) -> tuple[float, tuple[int, ...]] | None:
-        """Fill ranks `rank .. pp - 1` with layers `start .. end - 1`: (sum of squares, layers)."""
+        """(sum of squares, layers) of ranks from `rank` on with layers `start .. end - 1`."""
         if rank == pp:
             return (0.0, ()) if start == end else None
         inner = pp - 1 - rank

@@ -3,9 +3,9 @@
 A command finds its peers in torchrun's variables, else in those of `srun`, else it is alone. On
 GPUs the group is `cpu:gloo,cuda:nccl`, so objects and barriers never touch a GPU stream.
 
-A rank that raises prints its traceback and exits at once without draining collectives or running
-exit handlers: its peers see a closed connection and follow within seconds, and the first traceback
-is the cause. Only the main thread's exceptions count.
+A rank that raises prints its traceback and exits without draining collectives or running exit
+handlers: its peers see a closed connection and follow within seconds, and the first traceback is
+the cause. Only the main thread's exceptions count.
 
 Collectives take an `Axis` and are the identity when it has one rank.
 """
@@ -46,7 +46,7 @@ class LaunchInfo:
 
 
 def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
-    """Read torchrun's variables, else those of a SLURM step, which a batch script lacks."""
+    """Read torchrun's variables, else those of a SLURM step; a batch script is one process."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if name not in environ]
@@ -81,7 +81,7 @@ def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
 
 
 def local_gpus(launch: LaunchInfo) -> int:
-    """GPUs for the processes of this machine: those seen, or one each."""
+    """GPUs for the processes of this machine: those seen, or one each if each sees its own."""
     seen = torch.cuda.device_count()
     return launch.ranks_per_node if launch.has_own_gpu and seen == 1 else seen
 
@@ -122,8 +122,7 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
     """Use every communicator once as a step does.
 
     NCCL connects two ranks at their first transfer in each direction, and the host blocks until
-    both ask for it. Inside a step that deadlocks: one rank waits to connect what the other sends
-    only after it has received something else.
+    both ask for it: a deadlock in a step, where one may first wait for another transfer.
     """
     axes = (mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.ep_backward, mesh.data, mesh.expert_data)
     for axis in (*axes, mesh.dense_shards, mesh.world):
@@ -140,7 +139,7 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
 
 
 def set_seeds(seed: int) -> None:
-    """Seed Python, numpy and torch, which weights and data order do not use."""
+    """Seed Python, numpy and torch; weights and data order do not depend on it."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -201,10 +200,7 @@ def all_to_all(
     input_sizes: Sequence[int],
     axis: Axis,
 ) -> None:
-    """Send consecutive blocks of rows to the ranks of the axis; only `output` must be contiguous.
-
-    Sizes count the rows received from and sent to each rank, 0 allowed.
-    """
+    """Send and receive consecutive blocks of rows, whose sizes may be 0; `output` is contiguous."""
     if axis.size == 1:
         output.copy_(input)
     else:
@@ -237,10 +233,7 @@ class Exchange:
 def exchange(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis
 ) -> Exchange:
-    """Start transfers, of a contiguous tensor and an axis rank each, as one batch.
-
-    No order of ranks can block it; transfers between two ranks match in order.
-    """
+    """Start transfers `(contiguous tensor, axis rank)` as a batch that no order of ranks blocks."""
     ops = [
         distributed.P2POp(distributed.irecv, t, axis.ranks[r], _group(axis)) for t, r in receives
     ]
@@ -273,7 +266,7 @@ def barrier(axis: Axis) -> None:
 def _group(axis: Axis) -> distributed.ProcessGroup:
     if axis.group is None:
         raise RuntimeError(
-            f"collective on axis {axis.name} of {axis.size} ranks, but this mesh was made from "
-            "sizes alone and has no groups: use Mesh.create"
+            f"axis {axis.name} of {axis.size} ranks has no group: its mesh was made from sizes "
+            "alone; use Mesh.create"
         )
     return axis.group
