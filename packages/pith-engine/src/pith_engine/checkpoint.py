@@ -2,19 +2,17 @@
 
 A checkpoint is a folder `step-00000100` in PyTorch's DCP format. Its tensors carry canonical names
 (`model.layers.3.q_proj`, `optimizer.exp_avg.layers.3.q_proj`) and global shapes; each rank writes
-the blocks it holds (of replicas the first) with their true offsets, so any mesh reads what any
-other wrote. To save:
+its blocks at their true offsets, so any mesh reads what any other wrote. To save:
 
     1. rank 0 deletes what killed saves left and makes an empty `step-00000100.tmp`
-    2. every rank writes its blocks (DCP; rank 0 also writes `.metadata`) and hashes its files
+    2. every rank writes its blocks (rank 0 also `.metadata`) and hashes its files
     3. rank 0 writes `manifest.json`, the last file: names, sizes, hashes, and the run's facts
     4. rank 0 renames the folder to `step-00000100`
 
-A folder is complete when its manifest is there and every listed file has its size; hashes are
-compared before a load, each file by one rank (1.3 s a GB, measured on one core). A canonical tensor
-may be a part of a stored one (gate and up are stored together): its share on a rank is a block that
-no DTensor placement describes, hence the planners. The trap: a load must cover every element of
-every block, and DCP does not check that, so `_read_blocks` does.
+It is complete when the manifest is there and every listed file has its size; a load first compares
+hashes (1.3 s a GB, measured on one core). A rank's share of a part (gate and up are stored as one)
+is no DTensor placement, hence the planners. The trap: DCP does not check that a load covers every
+element, so `_read_blocks` does.
 """
 
 import hashlib
@@ -43,7 +41,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -69,41 +66,41 @@ class FileRecord:
     size: int
     """Bytes."""
     sha256: str
-    """Hash of its content."""
+    """In hexadecimal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The last object of a checkpoint: what it holds and where the run stood."""
+    """What a checkpoint holds and where the run stood."""
 
     step: int
     """Optimizer updates done."""
     has_optimizer: bool
-    """Whether moments are there; an imported checkpoint has none."""
+    """False for an imported checkpoint."""
     files: dict[str, FileRecord]
-    """Every other file by its name."""
+    """The other files by name."""
     run: dict[str, Any]
-    """Facts of the run as JSON values: configuration, data position, tokens seen."""
+    """JSON values: configuration, data position, tokens seen."""
     versions: dict[str, str]
-    """Versions of Python and torch that wrote it."""
+    """Of Python and torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBlock:
-    """A rectangular part of one tensor of a checkpoint, or the whole tensor."""
+    """A rectangular part of one stored tensor."""
 
     key: str
-    """Name in the checkpoint."""
+    """The tensor's name."""
     shape: tuple[int, ...]
-    """Global shape."""
+    """The tensor's shape."""
     offsets: tuple[int, ...]
-    """Where the block starts in each dim."""
+    """Where the block starts."""
     sizes: tuple[int, ...]
-    """The block's own shape."""
+    """The block's shape."""
     dtype: torch.dtype
-    """Its dtype."""
+    """The tensor's."""
     read: Callable[[], Tensor]
-    """Gives the block's tensor when it is needed, so that one at a time can be in memory."""
+    """Gives the block when it is written, so that one at a time is in memory."""
 
 
 def save_checkpoint(
@@ -114,31 +111,24 @@ def save_checkpoint(
     run: Mapping[str, Any],
     mesh: Mesh,
 ) -> Path:
-    """Save weights, moments and `Manifest.run` (rank 0's) as `folder/step-<step>`, and return it.
+    """Save weights, moments and `run` (rank 0's) as `folder/step-<step>`, and return it.
 
-    All ranks of the mesh call it. What was committed before survives any failure.
-
-    Raises:
-        CheckpointException: a rank could not write its blocks; raised on every rank.
-        OSError: on rank 0 alone, when it could not make the folder or the manifest.
+    All ranks call it; what was committed before survives any failure. A CheckpointException comes
+    on every rank, an OSError of the folder or the manifest on rank 0 alone.
     """
     written = [p for p in parameters if p.replicas.rank == 0]  # replicas hold the same bits
     return _commit(folder, step, _blocks(written, optimizer), run, mesh, has_optimizer=True)
 
 
 def write_checkpoint(folder: Path, step: int, blocks: Sequence[StoredBlock], run: dict) -> Path:
-    """Save whole tensors from one process, one in memory at a time, for imports.
-
-    Keys of the blocks start with `model.`; returns the committed folder.
-    """
+    """Save whole tensors, with keys `model.*`, from one process; for imports."""
     return _commit(folder, step, blocks, run, Mesh.single(), has_optimizer=False)
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a folder, None without one; warns about incomplete ones."""
+    """The newest complete checkpoint, or None; warns about incomplete ones."""
     for path in reversed(_folders(folder, _COMPLETE_NAME)):
-        fault = checkpoint_fault(path)
-        if fault is None:
+        if (fault := checkpoint_fault(path)) is None:
             return path
         warnings.warn(f"checkpoint {path} is incomplete and is ignored: {fault}", stacklevel=2)
     return None
@@ -163,18 +153,14 @@ def checkpoint_fault(path: Path) -> str | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest; FileNotFoundError if there is none."""
+    """The manifest; FileNotFoundError if there is none."""
     fields = json.loads((path / MANIFEST_NAME).read_text())
     files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
     return Manifest(files=files, **fields)
 
 
 def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
-    """Read every file of a checkpoint, shared among the ranks of the mesh, which all call it.
-
-    Raises:
-        ValueError: on every rank, when the checkpoint is incomplete or a file has changed.
-    """
+    """Compare all hashes; all ranks call it, ValueError on each if a file is gone or changed."""
     if fault := checkpoint_fault(path):
         raise ValueError(f"checkpoint {path} is incomplete: {fault}")
     manifest = read_manifest(path)
@@ -192,13 +178,9 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
 def load_checkpoint(
     path: Path, parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None, mesh: Mesh
 ) -> Manifest:
-    """Load weights, and moments and step count when an optimizer is given, saved on any mesh.
+    """Load weights and, with an optimizer, moments and step count, saved on any mesh.
 
-    Every rank reads its own blocks; all ranks of the mesh call it and leave it together.
-
-    Raises:
-        ValueError: incomplete or damaged checkpoint, a tensor missing or of another shape, or no
-            moments for an optimizer.
+    All ranks call it. ValueError for damage, no moments, or no tensor of a parameter's shape.
     """
     manifest = verify_checkpoint(path, mesh)
     if optimizer is not None and not manifest.has_optimizer:
@@ -212,13 +194,13 @@ def load_checkpoint(
 
 
 def tensor_names(path: Path, prefix: str = "model.") -> list[str]:
-    """Names without the prefix of all tensors that have it, sorted."""
+    """Sorted names, without the prefix, of the tensors that have it."""
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     return [key.removeprefix(prefix) for key in sorted(stored) if key.startswith(prefix)]
 
 
 def read_tensor(path: Path, key: str) -> Tensor:
-    """Read one whole tensor onto the CPU in its stored dtype; ValueError if there is none."""
+    """A whole tensor on the CPU; ValueError if there is none."""
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata.get(key)
@@ -230,7 +212,7 @@ def read_tensor(path: Path, key: str) -> Tensor:
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints; everything else stays untouched."""
+    """Delete all but the `keep` newest complete checkpoints, and nothing else."""
     complete = [path for path in _folders(folder, _COMPLETE_NAME) if checkpoint_fault(path) is None]
     for path in complete[: max(len(complete) - keep, 0)]:
         shutil.rmtree(_renamed_aside(path))
@@ -239,9 +221,8 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 def _read_blocks(
     reader: FileSystemReader, metadata: Metadata, blocks: Sequence[StoredBlock]
 ) -> None:
-    """Fill the tensors that `read()` gives, in this process alone, after checking all of them."""
-    items: list[ReadItem] = []
-    faults = []
+    """Fill the tensors that `read()` gives, after checking all of them."""
+    items, faults = [], []
     for block in blocks:
         stored = metadata.state_dict_metadata.get(block.key)
         if not isinstance(stored, TensorStorageMetadata):
@@ -250,7 +231,7 @@ def _read_blocks(
             faults.append(f"{block.key}: shape {tuple(stored.size)}, expected {block.shape}")
         elif 0 not in block.sizes:
             reads = create_read_items_for_chunk_list(block.key, stored, [_chunk(block)])
-            # Saved chunks do not overlap, so equal counts mean that every element is covered.
+            # Saved chunks do not overlap: equal counts mean that every element is covered.
             covered, wanted = sum(read.lengths.numel() for read in reads), prod(block.sizes)
             if covered != wanted:
                 faults.append(f"{block.key}: {covered} of {wanted} elements were saved")
@@ -262,7 +243,7 @@ def _read_blocks(
 
 
 class _BlockSavePlanner(DefaultSavePlanner):
-    """Saves blocks with their own offsets; DCP's state dict stays empty."""
+    """Saves blocks at their offsets; DCP's state dict stays empty."""
 
     def __init__(self, blocks: Sequence[StoredBlock]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -283,16 +264,12 @@ class _BlockSavePlanner(DefaultSavePlanner):
 
 
 class _BlockLoadPlanner(DefaultLoadPlanner):
-    """Says where in the blocks the elements that a read brings belong."""
-
     def __init__(self, blocks: Sequence[StoredBlock]):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        super().__init__()
         self._blocks = {block.key: block for block in blocks}
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        places = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        tensor = self._blocks[read_item.dest_index.fqn].read()
-        return tensor[tuple(slice(start, start + length) for start, length in places)]
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._blocks[index.fqn].read()
 
 
 def _commit(
@@ -304,15 +281,15 @@ def _commit(
     *,
     has_optimizer: bool,
 ) -> Path:
-    final = folder / f"step-{step:08d}"
+    final, rank = folder / f"step-{step:08d}", mesh.world.rank
     temporary = final.with_suffix(".tmp")
     # 1. An empty folder.
-    if mesh.world.rank == 0:
+    if rank == 0:
         for left in _folders(folder, _LEFT_NAME):
             shutil.rmtree(left)
         temporary.mkdir(parents=True)
     barrier(mesh.world)
-    # 2. Every rank's blocks.
+    # 2. Every rank's blocks, in files that DCP calls `__<rank>_*`.
     writer = FileSystemWriter(temporary, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
@@ -324,11 +301,10 @@ def _commit(
             no_dist=mesh.world.size == 1,
         )
     names = sorted(os.listdir(temporary))
-    mine = [name for name in names if name.startswith(f"__{mesh.world.rank}_")]  # DCP's naming
-    mine += [name for name in names if mesh.world.rank == 0 and not name.startswith("__")]
+    mine = [n for n in names if n.startswith(f"__{rank}_") or (rank == 0 and n == ".metadata")]
     records = gather_objects({name: _record(temporary / name) for name in mine}, mesh.world)
     # 3. and 4. The manifest last, then the name.
-    if mesh.world.rank == 0:
+    if rank == 0:
         manifest = Manifest(
             step=step,
             has_optimizer=has_optimizer,
@@ -339,7 +315,7 @@ def _commit(
         _write_durably(temporary / MANIFEST_NAME, json.dumps(asdict(manifest), indent=1))
         replaced = _renamed_aside(final) if final.exists() else None
         temporary.rename(final)
-        _sync_folder(folder)
+        _sync(folder)
         if replaced is not None:
             shutil.rmtree(replaced)
     barrier(mesh.world)
@@ -349,15 +325,12 @@ def _commit(
 def _blocks(
     parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None
 ) -> list[StoredBlock]:
-    """This rank's share of the weights and, with an optimizer, of the moments."""
-    moments = {} if optimizer is None else optimizer.moments()
+    all_moments = {} if optimizer is None else optimizer.moments()
     found = []
     for parameter in parameters:
-        tensors = {"model": parameter.shard}
-        if optimizer is not None:
-            for moment, tensor in moments.get(parameter.name, {}).items():
-                tensors[f"optimizer.{moment}"] = tensor
-        for prefix, tensor in tensors.items():
+        moments = all_moments.get(parameter.name, {})
+        named = {f"optimizer.{moment}": tensor for moment, tensor in moments.items()}
+        for prefix, tensor in {"model": parameter.shard, **named}.items():
             for block in canonical_blocks(parameter, tensor):
                 key = f"{prefix}.{block.name}"
                 found.append(_stored_block(key, block.tensor, block.global_shape, block.offsets))
@@ -367,14 +340,8 @@ def _blocks(
 def _stored_block(
     key: str, tensor: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]
 ) -> StoredBlock:
-    return StoredBlock(
-        key=key,
-        shape=tuple(shape),
-        offsets=offsets,
-        sizes=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        read=tensor.detach,
-    )
+    sizes, dtype, read = tuple(tensor.shape), tensor.dtype, tensor.detach
+    return StoredBlock(key=key, shape=shape, offsets=offsets, sizes=sizes, dtype=dtype, read=read)
 
 
 def _chunk(block: StoredBlock) -> ChunkStorageMetadata:
@@ -382,7 +349,7 @@ def _chunk(block: StoredBlock) -> ChunkStorageMetadata:
 
 
 def _renamed_aside(path: Path) -> Path:
-    """Rename before deleting: a deletion that is cut short must not leave what looks whole."""
+    """Rename before deleting: half a deletion must not leave what looks whole."""
     aside = path.with_suffix(".deleted")
     shutil.rmtree(aside, ignore_errors=True)
     return path.rename(aside)
@@ -400,15 +367,13 @@ def _record(path: Path) -> FileRecord:
 
 
 def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(path.parent)
+    path.write_text(text)
+    _sync(path)
+    _sync(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make names in a folder survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

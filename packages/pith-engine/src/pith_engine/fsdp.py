@@ -4,27 +4,18 @@ A unit (embedding, head with the final norm, each layer's dense part, each layer
 
     shards      master dtype: this rank's block of every parameter
     full        what layers read: compute dtype, or master dtype where the role says
-    full_grads  master dtype: `parameter.grad` is a view of it, and autograd and the deferred
-                weight gradients add straight into it
+    full_grads  master dtype: what autograd and deferred weight gradients add into
     grads       master dtype: the reduced gradient of `shards`
 
-A step is `gather()` (full <- all ranks' shards, full_grads <- 0), any number of backward passes,
-`reduce()` (grads <- sum over ranks of full_grads). Sums, never averages: each loss is divided by
-the global token count at its source.
+    gather()    full <- all ranks' shards, full_grads <- 0
+    reduce()    grads <- sum over ranks of full_grads, then over replicas (HSDP)
 
-Dense parameters are sharded over `mesh.data`, experts over `mesh.expert_data` after ep has split
-them. Replicated over dp instead (HSDP, `ShardingConfig`), gathers stay within a replica, and
+A block is what `torch.chunk` gives along dim 0, or along the last dim when dim 0 has fewer rows
+than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit.
 
-    grads = sum over dp of (sum over the shard axis of full_grads):  reduce-scatter, then all-reduce
-
-has the same bits on every replica, so the replicas' weights never part. A block is what
-`torch.chunk` gives along dim 0, or along the last dim when dim 0 has fewer rows than ranks: 6 rows
-on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit; its buffer has one row a rank, in
-which a parameter has the columns that its largest block needs.
-
-torch's `fully_shard` does not serve: driven by hand it needs private members, it cannot sum on
-gloo, and it loses weight gradients that arrive after its hooks ran. The trap: `parameter.grad` must
-stay the view it is (no `zero_grad`); `reduce` checks.
+torch's `fully_shard` needs private members to be driven by hand, cannot sum on gloo, and loses
+weight gradients that come late. The trap: `parameter.grad` must stay a view of `full_grads` (no
+`zero_grad`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +31,7 @@ from pith_engine.mesh import Axis, Mesh
 from pith_engine.runtime import all_gather, all_reduce, reduce_scatter
 
 ALIGNMENT = 64
-"""Elements to which blocks are padded, so that every view starts on a boundary of 128 bytes."""
+"""Elements to which views are aligned: 128 bytes in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,92 +39,83 @@ class ShardingConfig:
     """What is replicated over dp instead of sharded (HSDP): more memory, shorter gathers."""
 
     replicate_dense: bool = False
-    """Shard all but experts over cp x ep only; every dp rank holds a replica."""
+    """Shard all but experts over cp x ep only."""
     replicate_experts: bool = False
-    """Shard experts, which ep has split, over cp only; every dp rank holds a replica."""
+    """Shard experts, which ep has split, over cp only."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedParameter:
-    """One stored parameter: this rank's block of it, and the whole that layers read."""
+    """A stored parameter: this rank's block, and the whole that layers read."""
 
     name: str
-    """Stored name, unique over the whole model: `layers.3.experts.gate_up`."""
+    """Unique over the whole model: `layers.3.experts.gate_up`."""
     role: Role
     """What it is."""
     std: float | None
-    """Standard deviation of its initial values; None for a constant."""
+    """Of its initial values; None for a constant."""
     parts: tuple[str, ...]
-    """Last name components of its canonical tensors, along the last dim but one."""
+    """Last name components of its canonical tensors."""
     global_shape: tuple[int, ...]
-    """Shape over the whole mesh: for experts dim 0 counts those of all ep ranks."""
+    """Over the whole mesh, ep included."""
     offsets: tuple[int, ...]
-    """Where this rank's block starts in `global_shape`."""
+    """Where the block starts in it."""
     replicas: Axis
-    """The ranks that hold this same block; one rank unless it is replicated."""
+    """The ranks that hold the same block."""
     axis: Axis
-    """The ranks that hold the blocks of `full`."""
+    """The ranks that hold the blocks of the whole."""
     dim: int
-    """The dim along which `full` is cut into them."""
+    """Along which it is cut."""
     full: nn.Parameter = field(repr=False)
-    """The gathered parameter; `full.grad` is a view of the unit's gradient buffer."""
+    """The whole."""
     shard: Tensor = field(repr=False)
-    """This rank's block in the master dtype; may be empty."""
+    """The block; may be empty."""
     grad: Tensor = field(repr=False)
-    """The block's gradient in the master dtype, valid after `Unit.reduce`."""
+    """The block's gradient after `Unit.reduce`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CanonicalBlock:
-    """The part of one canonical tensor that this rank holds."""
+    """A rank's part of one canonical tensor."""
 
     name: str
-    """Canonical name: the stored one, or with its last component replaced by the part's."""
+    """The stored name, its last component replaced if there are parts."""
     tensor: Tensor
-    """A view of the block; may be empty."""
+    """A view; may be empty."""
     global_shape: tuple[int, ...]
-    """Shape of the canonical tensor over the whole mesh."""
+    """Of the canonical tensor."""
     offsets: tuple[int, ...]
     """Where the block starts in it."""
 
 
 class Unit:
-    """Parameters, all experts or none, that are gathered and reduced together.
-
-    `parameters` has those of one gathered dtype next to each other.
-    """
+    """Parameters, all experts or none, that are gathered and reduced together."""
 
     def __init__(
         self,
         name: str,
         declared: dict[str, DeclaredParameter],
         mesh: Mesh,
-        *,
-        sharding: ShardingConfig = ShardingConfig(),
         compute_dtype: torch.dtype,
         device: torch.device,
+        sharding: ShardingConfig = ShardingConfig(),
     ):
-        """Allocate the buffers of `declared` by stored name; NaN until the first `gather`.
-
-        The master dtype is fp32, or float64 when `compute_dtype` is.
-        """
+        """`declared` by stored name; the master dtype is fp32, or float64 if `compute_dtype` is."""
         self.name = name
         master = torch.float64 if compute_dtype == torch.float64 else torch.float32
         is_expert = any(declaration.role.is_expert for declaration in declared.values())
         self._axis, self._replicas = shard_axes(mesh, sharding, is_expert=is_expert)
-        order = sorted(declared, key=lambda n: declared[n].role.keeps_fp32)
+        order = sorted(declared, key=lambda n: declared[n].role.keeps_fp32)  # by gathered dtype
         self._slots: list[_Slot] = []
-        column = grad_start = 0
+        column = 0
         for stored in order:
             dtype = master if declared[stored].role.keeps_fp32 else compute_dtype
-            shape = tuple(declared[stored].shape)
-            slot = _Slot(shape, self._axis, column, grad_start, dtype, device)
+            slot = _Slot(tuple(declared[stored].shape), self._axis, column, dtype, device)
             self._slots.append(slot)
-            column += _aligned(slot.width)
-            grad_start += _aligned(slot.padded)
+            column = slot.stop
         self._shards = torch.zeros(column, dtype=master, device=device)
-        self._full_grads = torch.zeros(grad_start, dtype=master, device=device)
-        # A single rank's gradient is whole already: the blocks are the full buffer itself.
+        self._full_grads = torch.zeros(column * self._axis.size, dtype=master, device=device)
+        # A single rank's gradient is whole already.
         alone = self._axis.size == self._replicas.size == 1
         self._grads = self._full_grads if alone else torch.zeros_like(self._shards)
         self.parameters: list[ShardedParameter] = []
@@ -143,7 +125,6 @@ class Unit:
             full.grad_dtype = master
             full.grad = slot.whole(self._full_grads[slot.grad_start :])
             full.requires_grad_(declaration.role.is_trained)
-            grad_column = slot.grad_start if alone else slot.column
             offsets, global_shape = [0] * len(slot.shape), list(slot.shape)
             offsets[slot.dim] = slot.bounds[self._axis.rank][0]
             if declaration.role.is_expert:
@@ -161,14 +142,14 @@ class Unit:
                     axis=self._axis,
                     dim=slot.dim,
                     full=full,
-                    shard=slot.block(self._shards[slot.column :]),
-                    grad=slot.block(self._grads[grad_column:]),
+                    shard=slot.block(self._shards),
+                    grad=slot.block(self._grads),
                 )
             )
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Open a step: copy all ranks' shards into the full parameters, zero the gradients."""
+        """Open a step: fill the full parameters, zero the gradients."""
         self._full_grads.zero_()
         if self._axis.size == 1:
             for parameter in self.parameters:
@@ -176,36 +157,35 @@ class Unit:
             return
         for dtype, slots in groupby(self._slots, key=lambda slot: slot.buffer.dtype):
             bucket = list(slots)
-            start, stop = bucket[0].column, bucket[-1].column + _aligned(bucket[-1].width)
+            start, stop = bucket[0].column, bucket[-1].stop
             own = self._shards[start:stop].to(dtype)
-            gathered = own.new_empty(self._axis.size * (stop - start))
+            gathered = own.new_empty(self._axis.size * own.numel())
             all_gather(gathered, own, self._axis)
             rows = gathered.view(self._axis.size, -1)
             for slot in bucket:
-                column = slot.column - start
-                slot.unpack(rows[:, column : column + slot.width])
+                for block, columns in slot.views(slot.buffer, rows[:, slot.column - start :]):
+                    block.copy_(columns)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Close a step: `grad` of every parameter becomes the sum over shard and replica axis."""
+        """Close a step: sum the gradients into `grad` of every parameter."""
         for slot, parameter in zip(self._slots, self.parameters, strict=True):
             grad, start = parameter.full.grad, self._full_grads[slot.grad_start :]
             if grad is None or grad.data_ptr() != start.data_ptr():
-                raise RuntimeError(
-                    f"{parameter.name}.grad was replaced; its unit owns it (no zero_grad)"
-                )
+                raise RuntimeError(f"{parameter.name}.grad was replaced: do not use zero_grad")
         if self._grads is self._full_grads:
             return
         packed = self._shards.new_zeros(self._axis.size, self._shards.numel())
         for slot in self._slots:
-            columns = packed[:, slot.column : slot.column + slot.width]
-            slot.pack(self._full_grads[slot.grad_start :], columns)
+            full_grad = self._full_grads[slot.grad_start :]
+            for block, columns in slot.views(full_grad, packed[:, slot.column :]):
+                columns.copy_(block)
         reduce_scatter(self._grads, packed.view(-1), self._axis)
         all_reduce(self._grads, self._replicas)
 
 
 def shard_axes(mesh: Mesh, sharding: ShardingConfig, *, is_expert: bool) -> tuple[Axis, Axis]:
-    """The axis over which parameters are sharded, and the one over which they are replicated."""
+    """The axes over which parameters are sharded and replicated."""
     if sharding.replicate_experts if is_expert else sharding.replicate_dense:
         return (mesh.cp if is_expert else mesh.dense_shards), mesh.dp
     none = Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
@@ -222,13 +202,8 @@ def shard_chunks(
 ) -> list[Unit]:
     """Replace the declared parameters of this rank's chunks by real ones, owned by units.
 
-    Units are `embedding`, `head`, and for each layer `layers.N` and `layers.N.experts`, in the
-    order of registration. A parameter that is registered several times, in one chunk or in two
-    (tied embeddings), stays one under its first name, and its gradient sums all uses. On the device
-    `meta` nothing is allocated.
-
-    Raises:
-        ValueError: a parameter was not declared.
+    A parameter with several names (tied embeddings) is one under its first, and its gradient sums
+    all uses. ValueError for one that was not declared.
     """
     members: dict[str, dict[str, DeclaredParameter]] = {}
     uses: dict[DeclaredParameter, list[tuple[nn.Module, str]]] = {}
@@ -244,14 +219,7 @@ def shard_chunks(
             uses.setdefault(parameter, []).append((chunk.get_submodule(module), attribute))
     units = []
     for unit_name, declared in members.items():
-        unit = Unit(
-            unit_name,
-            declared,
-            mesh,
-            sharding=sharding,
-            compute_dtype=compute_dtype,
-            device=device,
-        )
+        unit = Unit(unit_name, declared, mesh, compute_dtype, device, sharding)
         units.append(unit)
         for sharded in unit.parameters:
             for module, attribute in uses[declared[sharded.name]]:
@@ -265,39 +233,32 @@ def sharded_parameters(units: list[Unit]) -> list[ShardedParameter]:
 
 
 def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[CanonicalBlock]:
-    """Cut a tensor shaped like the shard (value, gradient, moment) into canonical tensors.
+    """Cut a tensor shaped like the shard into canonical tensors.
 
-    A part is an equal share of the last dim but one; a block that lies in other parts only gives
-    an empty one.
+    A part is an equal share of the last dim but one; the block of one on other ranks is empty.
     """
-    if not parameter.parts:
-        yield CanonicalBlock(
-            name=parameter.name,
-            tensor=tensor,
-            global_shape=parameter.global_shape,
-            offsets=parameter.offsets,
-        )
-        return
-    *_, num_rows, _ = parameter.global_shape
-    rows = num_rows // len(parameter.parts)
-    assert rows * len(parameter.parts) == num_rows, f"{parameter.name}: parts of equal size"
-    start = parameter.offsets[-2]
-    for index, part in enumerate(parameter.parts):
+    *prefix, last = parameter.name.split(".")
+    parts, shape = parameter.parts or (last,), parameter.global_shape
+    dim = max(len(shape) - 2, 0)
+    rows = shape[dim] // len(parts)
+    assert rows * len(parts) == shape[dim], f"{parameter.name}: parts of equal size"
+    start = parameter.offsets[dim]
+    for index, part in enumerate(parts):
         first = min(max(start, index * rows), (index + 1) * rows)
-        last = max(first, min(start + tensor.shape[-2], (index + 1) * rows))
-        begin = first - start if last > first else 0
-        global_shape, offsets = list(parameter.global_shape), list(parameter.offsets)
-        global_shape[-2], offsets[-2] = rows, first - index * rows
+        stop = max(first, min(start + tensor.shape[dim], (index + 1) * rows))
+        begin = first - start if stop > first else 0
+        offsets = list(parameter.offsets)
+        offsets[dim] = first - index * rows
         yield CanonicalBlock(
-            name=".".join([*parameter.name.split(".")[:-1], part]),
-            tensor=tensor.narrow(-2, begin, last - first),
-            global_shape=tuple(global_shape),
+            name=".".join([*prefix, part]),
+            tensor=tensor.narrow(dim, begin, stop - first),
+            global_shape=(*shape[:dim], rows, *shape[dim + 1 :]),
             offsets=tuple(offsets),
         )
 
 
 def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[CanonicalBlock]:
-    """The canonical blocks that a rank of the parameter's axis holds, on the meta device."""
+    """What a rank of the parameter's axis holds, on the meta device."""
     axis, dim, shape = parameter.axis, parameter.dim, list(parameter.full.shape)
     own_start, _ = chunk_bounds(shape[dim], axis.size, axis.rank)
     start, stop = chunk_bounds(shape[dim], axis.size, rank)
@@ -309,14 +270,14 @@ def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[Canonical
 
 
 def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The block of a whole tensor with this shape, maybe empty, from these offsets: a view."""
+    """A view of a block, maybe empty, of a whole tensor."""
     for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
         whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
     return whole
 
 
 def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Start and stop of a rank's share of `size` rows, as `torch.chunk` cuts; may be empty."""
+    """Start and stop of a rank's share of `size` rows, as `torch.chunk` cuts."""
     share = -(-size // num_ranks)
     return min(rank * share, size), min((rank + 1) * share, size)
 
@@ -324,9 +285,9 @@ def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
 class _Slot:
     """Where one parameter lies in its unit's buffers.
 
-    In a row of the communication buffer it has `width` columns from `column` on, a rank's block at
-    their start. Split along dim 0, the rows' columns one after the other are the whole tensor, so
-    full buffers (`buffer` for the parameter) have room for `padded` elements.
+    The communication buffer has a row a rank and in it `width` columns for the parameter. Split
+    along dim 0, the columns of all rows in order are the whole tensor, so full buffers have room
+    for as many.
     """
 
     def __init__(
@@ -334,55 +295,34 @@ class _Slot:
         shape: tuple[int, ...],
         axis: Axis,
         column: int,
-        grad_start: int,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.shape, self.column, self.grad_start = shape, column, grad_start
+        self.shape, self.column, self.grad_start = shape, column, column * axis.size
         self.dim = 0 if shape[0] >= axis.size else len(shape) - 1
         self.bounds = [chunk_bounds(shape[self.dim], axis.size, r) for r in range(axis.size)]
-        self._rank = axis.rank
-        self.width = prod(self._block_shape(0))
-        self.padded = self.width * axis.size
-        self.buffer = torch.full((self.padded,), torch.nan, dtype=dtype, device=device)
+        before, after = shape[: self.dim], shape[self.dim + 1 :]
+        start, stop = self.bounds[axis.rank]
+        self.block_shape = (*before, stop - start, *after)
+        self.width = self.bounds[0][1] * prod(before + after)
+        self.stop = column + -(-self.width // ALIGNMENT) * ALIGNMENT
+        self.buffer = torch.full((axis.size * self.width,), torch.nan, dtype=dtype, device=device)
 
     def whole(self, buffer: Tensor) -> Tensor:
-        """The parameter as a view of the start of a full buffer."""
         return buffer[: prod(self.shape)].view(self.shape)
 
     def block(self, row: Tensor) -> Tensor:
-        """This rank's block as a view of the start of its columns."""
-        shape = self._block_shape(self._rank)
-        return row[: prod(shape)].view(shape)
+        return row[self.column :][: prod(self.block_shape)].view(self.block_shape)
 
-    def unpack(self, columns: Tensor) -> None:
-        """Full parameter <- gathered columns `[ranks, width]`."""
+    def views(self, buffer: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs that hold the same: of a full buffer, of `rows [ranks, from column on]`."""
+        columns = rows[:, : self.width]
         if self.dim == 0:
-            self.buffer.view(columns.shape).copy_(columns)
+            yield buffer[: columns.numel()].view(columns.shape), columns
             return
-        shapes = [self._block_shape(rank) for rank in range(len(self.bounds))]
-        blocks = [row[: prod(s)].view(s) for row, s in zip(columns, shapes, strict=True)]
-        torch.cat(blocks, dim=self.dim, out=self.whole(self.buffer))
-
-    def pack(self, buffer: Tensor, columns: Tensor) -> None:
-        """Columns `[ranks, width]`, zero before <- full gradient buffer."""
-        if self.dim == 0:
-            columns.copy_(buffer[: self.padded].view(columns.shape))
-            return
-        whole = self.whole(buffer)
         for row, (start, stop) in zip(columns, self.bounds, strict=True):
-            block = whole.narrow(self.dim, start, stop - start)
-            row[: block.numel()].view(block.shape).copy_(block)
-
-    def _block_shape(self, rank: int) -> tuple[int, ...]:
-        shape = list(self.shape)
-        start, stop = self.bounds[rank]
-        shape[self.dim] = stop - start
-        return tuple(shape)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+            block = self.whole(buffer).narrow(self.dim, start, stop - start)
+            yield block, row[: block.numel()].view(block.shape)
 
 
 def _unit_name(name: str, role: Role) -> str:

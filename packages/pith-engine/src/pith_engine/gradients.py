@@ -1,13 +1,11 @@
 """What stands between the backward and the optimizer: one token count, one norm, one check.
 
-    count_targets    N = non-ignored targets of the global batch; every loss is divided by it at its
-                     source, so gradients are final when they have been summed
-    global_norm      sqrt(sum over all elements of all gradients of g^2)
+    count_targets    N = non-ignored targets of the global batch, by which every loss is divided
+    global_norm      sqrt(sum over all elements of all gradients of g^2), replicas counted once
     clip_gradients   g <- g * min(1, max_norm / norm), the same factor everywhere
 
-Every gradient element lives on one rank of the mesh, or on one of each replica (HSDP): squares of
-the first replica's blocks, summed over the whole mesh, count each once. The trap: clipping passes a
-NaN on, and one NaN destroys every weight; `raise_if_not_finite` comes first, on all ranks at once.
+The trap: clipping passes a NaN on, and one NaN destroys every weight; `raise_if_not_finite` comes
+first, on all ranks at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,18 +20,17 @@ from pith_engine.runtime import all_reduce, gather_objects
 
 
 def count_targets(batches: Iterable[Batch], mesh: Mesh) -> int:
-    """Non-ignored targets of the global batch: this rank's, summed over dp x cp x ep."""
+    """Non-ignored targets of the global batch."""
     counts = [(batch.targets != IGNORED_TARGET).sum() for batch in batches]
     return int(all_reduce(torch.stack(counts).sum(), mesh.data).item())
 
 
 def global_norm(parameters: Sequence[ShardedParameter], mesh: Mesh) -> Tensor:
-    """L2 norm of the gradient of the whole model: a float64 scalar, equal on every rank."""
+    """L2 norm of the whole gradient: a float64 scalar, equal on every rank."""
     gradients = [p.grad for p in parameters if p.replicas.rank == 0]
     squares = torch.zeros((), dtype=torch.float64, device=parameters[0].grad.device)
     if squares.is_cpu:
-        # On a CPU torch's fp32 norm adds all squares into a few running sums and is 1e-4 off for
-        # half a million elements (measured, torch 2.11 and 2.15).
+        # On a CPU torch's fp32 norm is 1e-4 off for half a million elements (measured, 2.11, 2.15).
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
         squares = torch.stack([squares, *norms]).square().sum()
     elif gradients:
@@ -42,7 +39,7 @@ def global_norm(parameters: Sequence[ShardedParameter], mesh: Mesh) -> Tensor:
 
 
 def clip_gradients(parameters: Sequence[ShardedParameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients in place by min(1, max_norm / norm); no host sync."""
+    """Scale all gradients in place; no host sync."""
     scale = (max_norm / norm).clamp(max=1.0)
     for parameter in parameters:
         parameter.grad.mul_(scale)
@@ -51,17 +48,12 @@ def clip_gradients(parameters: Sequence[ShardedParameter], norm: Tensor, max_nor
 def raise_if_not_finite(
     parameters: Sequence[ShardedParameter], norm: Tensor, step: int, mesh: Mesh
 ) -> None:
-    """Stop on every rank of the mesh when the gradient norm is NaN or infinite.
-
-    Raises:
-        FloatingPointError: names the step and the parameters, the same message on every rank.
-    """
+    """FloatingPointError on every rank, naming the parameters, if the norm is NaN or infinite."""
     if torch.isfinite(norm).item():
         return
     found = []
     for parameter in parameters:
-        bad = parameter.grad.numel() - int(torch.isfinite(parameter.grad).sum())
-        if bad:
+        if bad := parameter.grad.numel() - int(torch.isfinite(parameter.grad).sum()):
             found.append(f"{parameter.name} on rank {mesh.rank} ({bad} elements)")
     everywhere = [entry for entries in gather_objects(found, mesh.world) for entry in entries]
     where = ", ".join(everywhere[:5]) or "no parameter: the norm itself overflows"

@@ -1,12 +1,11 @@
 """Initial weights: a pure function of (seed, canonical name, expert), equal on every mesh.
 
-Each canonical tensor, and each expert of a stack, is drawn whole from a generator of its own,
+Each canonical tensor, and each expert of a stack, is drawn whole in fp32 on the shard's device,
 
     values = std * normal(seed = hash(seed, name, expert), shape = the whole tensor)
 
-in fp32 on the shard's device, and cut to this rank's block: drawing more than is kept costs seconds
-once. The trap: CPUs and GPUs have different generators, so their runs start alike only from a
-checkpoint.
+and cut to this rank's block. The trap: CPUs and GPUs have different generators, so their runs start
+alike only from a checkpoint.
 """
 
 import hashlib
@@ -31,7 +30,7 @@ def initialise(parameters: Iterable[ShardedParameter], seed: int) -> None:
 
 
 def tensor_seed(seed: int, name: str, expert: int | None) -> int:
-    """63-bit seed of one canonical tensor's generator, or of one expert's in a stack."""
+    """63-bit seed of one canonical tensor's generator, or of one expert's."""
     key = f"{seed}\n{name}\n{'' if expert is None else expert}"
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

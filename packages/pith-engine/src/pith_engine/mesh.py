@@ -4,18 +4,17 @@ Ranks are numbered with the axes (pp, dp, cp, ep) from outer to inner,
 
     rank = ((pp * DP + dp) * CP + cp) * EP + ep
 
-so ep neighbours, who exchange most, are adjacent and pipeline stages farthest apart. EP ranks read
-different data: for everything but experts they are data-parallel. CP ranks share a sequence.
-
-torch's DeviceMesh cannot be made without a process group, gives no second communicator over the
-same ranks, and takes no timeout. The trap: every rank of the *default* group must call
-`Mesh.create`, those beyond the mesh too, because torch creates groups collectively.
+so ep neighbours, who exchange most, are adjacent. EP ranks read different data; CP ranks share a
+sequence. torch's DeviceMesh needs a process group and gives no second communicator over the same
+ranks. The trap: every rank of the *default* group must call `Mesh.create`, those beyond the mesh
+too, because torch creates groups collectively.
 """
 
 import re
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
+from math import prod
 
 from torch import distributed
 
@@ -26,31 +25,31 @@ AXIS_NAMES = ("pp", "dp", "cp", "ep")
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many ranks each axis has; their product is the number of processes."""
+    """How many ranks each axis has."""
 
     pp: int = 1
     """Pipeline stages; the model is cut into twice as many chunks."""
     dp: int = 1
-    """Data-parallel replicas, over which parameters, experts included, are sharded."""
+    """Data-parallel ranks, over which parameters, experts included, are sharded."""
     cp: int = 1
     """Ranks that share one sequence."""
     ep: int = 1
-    """Ranks that share the experts of a layer and are data-parallel for everything else."""
+    """Ranks that share a layer's experts and are data-parallel for everything else."""
 
     def violations(self) -> list[str]:
         """A line for each axis without ranks."""
-        axes = zip(AXIS_NAMES, self.sizes, strict=True)
+        axes = self.sizes.items()
         return [f"mesh.{n} = {s}: an axis has at least 1 rank" for n, s in axes if s < 1]
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Sizes in the order (pp, dp, cp, ep)."""
-        return self.pp, self.dp, self.cp, self.ep
+    def sizes(self) -> dict[str, int]:
+        """Size by name, from outer to inner."""
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep}
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.pp * self.dp * self.cp * self.ep
+        return prod(self.sizes.values())
 
     @property
     def num_batch_ranks(self) -> int:
@@ -59,18 +58,17 @@ class MeshConfig:
 
     @property
     def label(self) -> str:
-        """Short form without axes of size 1, such as `pp2-ep2`; `single` for one rank."""
-        parts = [f"{n}{s}" for n, s in zip(AXIS_NAMES, self.sizes, strict=True) if s > 1]
-        return "-".join(parts) or "single"
+        """Axes of more than one rank: `pp2-ep2`; `single` without any."""
+        return "-".join(f"{n}{s}" for n, s in self.sizes.items() if s > 1) or "single"
 
 
 def parse_mesh(label: str) -> MeshConfig:
-    """Read `single` or the short form `pp2-ep2` (axes in any order, each at most once)."""
+    """Read a `MeshConfig.label`, axes in any order."""
     if label == "single":
         return MeshConfig()
     parts = label.split("-")
-    found = [re.fullmatch(r"(pp|dp|cp|ep)([1-9][0-9]*)", part) for part in parts]
-    sizes = {match[1]: int(match[2]) for match in found if match}
+    axis = re.compile(r"(pp|dp|cp|ep)[1-9][0-9]*")
+    sizes = {part[:2]: int(part[2:]) for part in parts if axis.fullmatch(part)}
     if len(sizes) < len(parts):
         raise ValueError(f"mesh {label!r}: expected axes pp, dp, cp, ep with sizes, as in pp2-ep2")
     return MeshConfig(**sizes)
@@ -78,28 +76,28 @@ def parse_mesh(label: str) -> MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis as one rank sees it: the ranks that differ from it in this axis alone."""
+    """Ranks that differ in one axis, or in a product of axes, alone."""
 
     name: str
-    """Name for messages, such as `ep`."""
+    """For messages, such as `ep`."""
     size: int
     """Number of ranks."""
     rank: int
     """This rank's position among them."""
     ranks: tuple[int, ...]
-    """Their ranks in the default process group, in axis order."""
+    """Their global ranks, in axis order."""
     group: distributed.ProcessGroup | None
-    """The communicator; None for one rank, or for a mesh made from sizes alone."""
+    """None for one rank, or for a mesh made from sizes alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All axes of one rank. Made by `single`, `plan` or `create`."""
+    """All axes of one rank; `_MEMBERS` says what they carry."""
 
     config: MeshConfig
     """The sizes."""
     rank: int
-    """This rank in the mesh, which is its rank in the default process group."""
+    """This rank in the mesh, and globally."""
     pp: Axis
     """Pipeline stages."""
     dp: Axis
@@ -107,15 +105,15 @@ class Mesh:
     cp: Axis
     """Ranks that share a sequence."""
     ep: Axis
-    """Ranks that share a layer's experts; carries the forward's all-to-alls."""
+    """Ranks that share a layer's experts."""
     ep_backward: Axis
-    """The same ranks, a second communicator: a backward does not queue behind a forward."""
+    """A second communicator: a backward does not queue behind a forward."""
     data: Axis
-    """dp x cp x ep: shards of dense parameters, counts of tokens."""
+    """dp x cp x ep."""
     expert_data: Axis
-    """dp x cp: shards of experts, which ep has split already."""
+    """dp x cp: ep has split experts already."""
     dense_shards: Axis
-    """cp x ep: shards of dense parameters that are replicated over dp."""
+    """cp x ep."""
     world: Axis
     """All ranks of the mesh."""
 
@@ -126,7 +124,7 @@ class Mesh:
 
     @classmethod
     def plan(cls, config: MeshConfig, rank: int) -> "Mesh":
-        """A mesh without groups, for models on the meta device and for planning."""
+        """A mesh without groups, for planning."""
         raise_violations(config.violations(), "mesh")
         if not 0 <= rank < config.world_size:
             raise ValueError(f"rank {rank} of mesh {config.label}: 0 to {config.world_size - 1}")
@@ -134,28 +132,18 @@ class Mesh:
 
     @classmethod
     def create(cls, config: MeshConfig, timeout: timedelta) -> "Mesh | None":
-        """Create groups over the first `config.world_size` ranks; None on the ranks beyond.
-
-        Axes with the same ranks share a communicator, `ep_backward` excepted. A collective fails
-        after `timeout`.
-
-        Raises:
-            ValueError: an axis has no ranks, or the default group fewer than the mesh.
-        """
+        """Create groups, shared by axes of the same ranks; None on ranks beyond the mesh."""
         raise_violations(config.violations(), "mesh")
-        available = distributed.get_world_size()
-        if available < config.world_size:
+        if (running := distributed.get_world_size()) < config.world_size:
             raise ValueError(
-                f"mesh {config.label} needs {config.world_size} processes, {available} are running"
+                f"mesh {config.label} needs {config.world_size} processes, {running} are running"
             )
-        groups: _Groups = {}
+        groups = {}
         for name in _MEMBERS:
             for rank in range(config.world_size):
                 key = name == "ep_backward", _ranks_of(name, config, rank)
                 if len(key[1]) > 1 and key not in groups:
-                    group = distributed.new_group(list(key[1]), timeout=timeout)
-                    # Ranks outside the group get a number.
-                    groups[key] = group if isinstance(group, distributed.ProcessGroup) else None
+                    groups[key] = distributed.new_group(list(key[1]), timeout=timeout)
         rank = distributed.get_rank()
         if rank >= config.world_size:
             return None
@@ -163,7 +151,7 @@ class Mesh:
 
     @property
     def batch_rank(self) -> int:
-        """Which share of the data this rank reads, over (dp, ep)."""
+        """Which share of the data this rank reads."""
         return self.dp.rank * self.ep.size + self.ep.rank
 
     @property
@@ -173,17 +161,14 @@ class Mesh:
 
 
 def describe_mesh(config: MeshConfig, ranks_per_node: int) -> str:
-    """A table of axes: size, stride between neighbours, whether it crosses nodes, what it carries.
-
-    Rank r runs on node `r // ranks_per_node`.
-    """
+    """A table: size and stride of each axis, whether it crosses nodes, what it carries."""
     lines = [f"{'axis':<12} {'size':>5} {'stride':>7}  {'crosses nodes':<14} carries"]
     for name, (_, purpose) in _MEMBERS.items():
         if name == "ep_backward":
             continue
         groups = [_ranks_of(name, config, rank) for rank in range(config.world_size)]
         crosses = any(len({r // ranks_per_node for r in ranks}) > 1 for ranks in groups)
-        stride = str(groups[0][1] - groups[0][0]) if len(groups[0]) > 1 else "-"
+        stride = groups[0][1] - groups[0][0] if len(groups[0]) > 1 else "-"
         answer = "yes" if crosses else "no"
         lines.append(f"{name:<12} {len(groups[0]):>5} {stride:>7}  {answer:<14} {purpose}")
     return "\n".join(lines)
@@ -198,56 +183,39 @@ def mesh_violations(
     num_micro_batches: int,
     sequence_length: int,
 ) -> list[str]:
-    """One line for each thing that keeps this mesh from training this model, with valid values.
+    """What keeps a mesh from training a model on `world_size` processes, a line each.
 
-    `num_experts` (0: dense) are those of a layer, `num_micro_batches` those of a step over all
-    ranks; `world_size` processes run. All axes have ranks.
+    `num_experts` (0: dense) are those of a layer, `num_micro_batches` those of a global step.
     """
     model = (num_experts, num_layers, num_micro_batches, sequence_length)
-    wrong = _model_violations(config, *model)
+    wrong = _model_violations(config, model)
     if config.world_size == world_size:
         return wrong
-    sizes = " x ".join(f"{n} {s}" for n, s in zip(AXIS_NAMES, config.sizes, strict=True))
-    fits = feasible_meshes(
-        world_size,
-        num_experts=num_experts,
-        num_layers=num_layers,
-        num_micro_batches=num_micro_batches,
-        sequence_length=sequence_length,
-    )
+    sizes = " x ".join(f"{n} {s}" for n, s in config.sizes.items())
+    fits = ", ".join(mesh.label for mesh in feasible_meshes(world_size, *model)) or "none"
     first = (
         f"mesh: {sizes} = {config.world_size} processes, but {world_size} run; "
-        f"meshes that fit {world_size}: {', '.join(mesh.label for mesh in fits) or 'none'}"
+        f"meshes that fit {world_size}: {fits}"
     )
     return [first, *wrong]
 
 
 def feasible_meshes(
-    world_size: int,
-    *,
-    num_experts: int,
-    num_layers: int,
-    num_micro_batches: int,
-    sequence_length: int,
+    world_size: int, num_experts: int, num_layers: int, num_micro_batches: int, sequence_length: int
 ) -> list[MeshConfig]:
-    """All meshes of `world_size` processes that can train the model; arguments as above."""
+    """All meshes of `world_size` processes that can train the model."""
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
     meshes = [
-        MeshConfig(pp=pp, dp=world_size // (pp * cp * ep), cp=cp, ep=ep)
-        for pp, cp, ep in product(sizes, sizes, sizes)
-        if world_size % (pp * cp * ep) == 0
+        MeshConfig(pp=pp, dp=dp, cp=cp, ep=ep)
+        for pp, cp, ep, dp in product(sizes, repeat=4)
+        if pp * cp * ep * dp == world_size
     ]
     model = (num_experts, num_layers, num_micro_batches, sequence_length)
-    return [mesh for mesh in meshes if not _model_violations(mesh, *model)]
+    return [mesh for mesh in meshes if not _model_violations(mesh, model)]
 
 
-def _model_violations(
-    config: MeshConfig,
-    num_experts: int,
-    num_layers: int,
-    num_micro_batches: int,
-    sequence_length: int,
-) -> list[str]:
+def _model_violations(config: MeshConfig, model: tuple[int, int, int, int]) -> list[str]:
+    num_experts, num_layers, num_micro_batches, sequence_length = model
     wrong = []
     num_blocks = 2 * config.cp if config.cp > 1 else 1
     if sequence_length % num_blocks:
@@ -270,12 +238,12 @@ def _model_violations(
             f"mesh.pp = {config.pp} cuts the model into {2 * config.pp} chunks, but it has "
             f"{num_layers} layers; at most {num_layers // 2}"
         )
-    step, least = config.num_batch_ranks, 2 * config.pp * config.num_batch_ranks
+    step = config.num_batch_ranks
+    least = 2 * config.pp * step
     if num_micro_batches % step or num_micro_batches < least:
         wrong.append(
-            f"{num_micro_batches} micro-batches a step over dp {config.dp} x ep {config.ep}: "
-            f"a multiple of {step} that is at least {least} "
-            f"(2 x pp = {2 * config.pp} on each of {step} ranks)"
+            f"{num_micro_batches} micro-batches a step over dp {config.dp} x ep {config.ep}: a "
+            f"multiple of {step} that is at least {least} (2 x pp = {2 * config.pp} a rank)"
         )
     return wrong
 
@@ -289,32 +257,26 @@ _MEMBERS: dict[str, tuple[tuple[str, ...], str]] = {
     "data": (("dp", "cp", "ep"), "counts; dense parameters and gradients unless replicated"),
     "expert_data": (("dp", "cp"), "expert parameters and gradients unless replicated"),
     "dense_shards": (("cp", "ep"), "replicated dense parameters and gradients, once a step"),
-    "world": (("pp", "dp", "cp", "ep"), "norms, counts, messages"),
+    "world": (AXIS_NAMES, "norms, counts, messages"),
 }
+"""Name -> the axes that it spans, and what it carries."""
 
 
-_Groups = dict[tuple[bool, tuple[int, ...]], distributed.ProcessGroup | None]
-"""Whether it is the backward's own communicator, and its ranks -> the communicator."""
-
-
-def _axes(config: MeshConfig, rank: int, groups: _Groups) -> dict[str, Axis]:
+def _axes(config: MeshConfig, rank: int, groups: dict) -> dict[str, Axis]:
+    """`groups`: (whether it is the backward's own, its ranks) -> communicator."""
     axes = {}
     for name in _MEMBERS:
         ranks = _ranks_of(name, config, rank)
-        axes[name] = Axis(
-            name=name,
-            size=len(ranks),
-            rank=ranks.index(rank),
-            ranks=ranks,
-            group=groups.get((name == "ep_backward", ranks)),
-        )
+        group = groups.get((name == "ep_backward", ranks))
+        size, position = len(ranks), ranks.index(rank)
+        axes[name] = Axis(name=name, size=size, rank=position, ranks=ranks, group=group)
     return axes
 
 
 def _ranks_of(name: str, config: MeshConfig, rank: int) -> tuple[int, ...]:
-    """Ranks that agree with `rank` in every axis that `name` does not span."""
+    """Ranks that differ from `rank` in the axes of `name` alone."""
     ranks, stride = [rank], config.world_size
-    for axis, size in zip(AXIS_NAMES, config.sizes, strict=True):
+    for axis, size in config.sizes.items():
         stride //= size
         if axis in _MEMBERS[name][0]:
             ranks = [r + (i - r // stride % size) * stride for r in ranks for i in range(size)]

@@ -6,21 +6,16 @@ For a matrix w [R, C] with gradient g, momentum m and mu = `momentum`:
     x <- u / |u|,  then 5 times  x <- a x + (b s + c s^2) x  with  s = x x^T    (Newton-Schulz)
     w <- w - lr * wd * w - lr * 0.2 * sqrt(max(R, C)) * x               (arXiv 2502.16982, eq. 4)
 
-x comes close to the orthogonal factor of u, whose elements have the RMS 1 / sqrt(max(R, C)): the
-scale makes it 0.2, that of AdamW's updates, so AdamW's learning rate and decay carry over.
-torch.optim.Muon (`match_rms_adamw`) is the oracle for one matrix. It iterates in bf16 whatever the
-model is; here x has the dtype that layers compute in, so meshes compare exactly in float64.
-
-A matrix is a canonical one: gate and up apart, every expert apart (`Role.uses_muon` says which
-parameters). Whole matrices on a rank, such as experts, are updated there. One whose rows or columns
-lie on several ranks of its parameter's axis has an owner among them; for one chunk of matrices:
+The scale gives x the RMS of AdamW's updates, so learning rate and decay carry over. x has the dtype
+that layers compute in (bf16 in torch.optim.Muon, the oracle). A matrix is a canonical one, every
+expert apart. Whole ones are updated where they are; one that is spread over an axis has an owner:
 
     1. every rank: u of its pieces   --all-to-all-->   owners
     2. owners: x, of matrices of one shape together
     3. x   --all-to-all-->   every rank: its pieces of w
 
-A chunk bounds what is in memory beside the state. The trap: collectives must match on all ranks
-whatever they hold, so chunks and owners follow from shapes alone, and empty pieces take part.
+for one chunk of matrices at a time, to bound memory. The trap: collectives must match on all ranks,
+so chunks and owners follow from shapes alone, and empty pieces take part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,20 +34,19 @@ from pith_engine.runtime import all_to_all
 DEFAULT_MOMENTUM = 0.95
 """As in torch.optim.Muon."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""The quintic's coefficients (Jordan), which raise small singular values fastest."""
+"""The quintic's coefficients (Jordan)."""
 NUM_ITERATIONS = 5
 SMALLEST_NORM = 1e-7
-"""A smaller u is divided by this instead of its norm (Jordan); zero stays zero."""
+"""Least divisor of u (Jordan); zero stays zero."""
 UPDATE_RMS = 0.2
-"""RMS of an element of AdamW's update in training (arXiv 2502.16982, section 2.2)."""
+"""RMS of AdamW's updates in training (arXiv 2502.16982, section 2.2)."""
 CHUNK_ELEMENTS = 2**25
-"""Elements that a rank owns at a time: 64 MiB in bf16, of which the iteration holds a few copies;
-yet 21 experts of 768 x 2048, so that a matrix product takes longer than its launch."""
+"""Elements that a rank owns at a time: 64 MiB in bf16, enough to hide launches of kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Piece:
-    """This rank's part, maybe nothing, of one canonical matrix; or a stack of whole ones."""
+    """This rank's part of one matrix, maybe empty, or a stack of whole ones."""
 
     shard: Tensor
     grad: Tensor
@@ -60,21 +54,20 @@ class _Piece:
     shape: tuple[int, int]
     """[R, C] of a whole matrix."""
     places: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    """Offsets and shape of the piece of each rank of the axis; nothing for whole matrices."""
+    """Offsets and shape of each rank's piece; empty for whole matrices."""
 
     def direction(self, mu: float) -> Tensor:
-        """u, in the master dtype; once a step, because it updates the momentum."""
+        """u, once a step: it updates the momentum."""
         self.momentum.lerp_(self.grad, 1 - mu)
         return self.grad.lerp(self.momentum, mu)
 
     def update(self, x: Tensor, lr: float, weight_decay: float) -> None:
-        """One step of w along x."""
         scale = UPDATE_RMS * sqrt(max(self.shape))
         self.shard.mul_(1 - lr * weight_decay).add_(x, alpha=-lr * scale)
 
 
 class Muon:
-    """The optimizer of one rank: Muon for the roles that use it, AdamW for the others."""
+    """Muon where `Role.uses_muon`, AdamW for the others, on one rank."""
 
     def __init__(
         self,
@@ -83,7 +76,6 @@ class Muon:
         *,
         chunk_elements: int = CHUNK_ELEMENTS,
     ):
-        """Allocate all state and assign matrices to ranks; ValueErrors of `check_optimizer`."""
         check_optimizer(parameters, config)
         self.num_steps = 0
         self._matrices = [p for p in parameters if p.role.uses_muon]
@@ -91,7 +83,7 @@ class Muon:
         self._momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
         self._weight_decay = config.weight_decay
         self._moments = {p.name: {"momentum": torch.zeros_like(p.shard)} for p in self._matrices}
-        # The dtype of x; one for all, because no role that uses Muon keeps the master dtype.
+        # One for all: no role that uses Muon keeps the master dtype.
         self._dtype = self._matrices[0].full.dtype if self._matrices else torch.float32
         self._local: list[_Piece] = []
         spread: dict[Axis, list[_Piece]] = {}
@@ -116,12 +108,12 @@ class Muon:
         return {"muon": self._matrices, **self._rest.groups()}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Stored name -> `momentum`, or AdamW's; the live tensors, shaped like the shard."""
+        """Stored name -> `momentum`, or AdamW's: live tensors."""
         return {**self._moments, **self._rest.moments()}
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update all shards from their gradients; all ranks of every parameter's axis call it."""
+        """Update all shards from their gradients; all ranks of the mesh call it."""
         self._rest.num_steps = self.num_steps
         self._rest.step(lr)
         self.num_steps += 1
@@ -132,19 +124,19 @@ class Muon:
             self._step_spread(axis, owned_by, lr)
 
     def _step_spread(self, axis: Axis, owned_by: list[list[_Piece]], lr: float) -> None:
-        """One chunk: for each rank of the axis the matrices it owns, those of a shape in a row."""
+        """One chunk; each rank owns matrices of a shape in a row."""
         held = [piece for owned in owned_by for piece in owned]
-        sent_sizes = [sum(m.shard.numel() for m in owned) for owned in owned_by]
         mine, ranks = owned_by[axis.rank], range(axis.size)
+        sent_sizes = [sum(m.shard.numel() for m in owned) for owned in owned_by]
         received_sizes = [sum(prod(m.places[rank][1]) for m in mine) for rank in ranks]
-        # 1. u of the pieces, sorted by owner; it arrives sorted by holder.
+        # 1. u, sorted by owner; it arrives sorted by holder.
         sent = torch.empty(sum(sent_sizes), dtype=self._dtype, device=held[0].shard.device)
         received = sent.new_empty(sum(received_sizes))
         outgoing = _views(sent, [piece.shard for piece in held])
         for piece, view in zip(held, outgoing, strict=True):
             view.copy_(piece.direction(self._momentum))
         all_to_all(received, sent, received_sizes, sent_sizes, axis)
-        # 2. x of whole matrices; blocks are views of them, in the order of arrival.
+        # 2. x; blocks are views of whole matrices, in the order of arrival.
         shapes = [(shape, len(list(group))) for shape, group in groupby(m.shape for m in mine)]
         stacks = [sent.new_empty(count, *shape) for shape, count in shapes]
         wholes = [whole for stack in stacks for whole in stack]
@@ -167,11 +159,11 @@ class Muon:
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Newton-Schulz on each matrix of `[n, R, C]`: singular values come to about 0.7 to 1.2."""
+    """Newton-Schulz on each matrix of `[n, R, C]`: singular values become about 0.7 to 1.2."""
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
-    # Not `vector_norm`, whose fp32 on a CPU is inexact for many elements (see `global_norm`).
+    # Not `vector_norm`, which is inexact on a CPU (see `global_norm`).
     wide = torch.promote_types(x.dtype, torch.float32)
     norm = x.square().sum((-2, -1), keepdim=True, dtype=wide).sqrt()
     x = x / norm.clamp(min=SMALLEST_NORM).to(x.dtype)
@@ -182,13 +174,13 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Consecutive parts of a flat buffer, shaped like the tensors, which fill it."""
+    """Consecutive parts of a flat buffer, shaped like the tensors."""
     parts = buffer.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _pieces(parameter: ShardedParameter, momentum: Tensor, chunk_elements: int) -> Iterator[_Piece]:
-    """This rank's stacks of whole matrices, cut to `chunk_elements`, and pieces of spread ones."""
+    """Stacks of whole matrices, cut to `chunk_elements`, and pieces of spread ones."""
     assert parameter.shard.dim() in (2, 3), f"{parameter.name}: a matrix or a stack of matrices"
     tensors = parameter.shard, parameter.grad, momentum
     mine = zip(*(canonical_blocks(parameter, tensor) for tensor in tensors), strict=True)
@@ -206,10 +198,7 @@ def _pieces(parameter: ShardedParameter, momentum: Tensor, chunk_elements: int) 
 
 
 def _assign(pieces: list[_Piece], num_ranks: int, chunk_elements: int) -> list[list[list[_Piece]]]:
-    """Chunks of owners: the dearest matrix goes to the rank with the least work so far.
-
-    A chunk is full when that rank would own more than `chunk_elements`, one matrix excepted.
-    """
+    """Chunks of owners: the dearest matrix goes to the rank with the least work so far."""
     chunks: list[list[list[_Piece]]] = []
     costs, sizes = [0] * num_ranks, [0] * num_ranks
     for piece in sorted(pieces, key=lambda m: (-prod(m.shape) * min(m.shape), m.shape)):

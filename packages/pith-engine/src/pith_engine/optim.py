@@ -3,12 +3,12 @@
     m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
     w <- w - lr * wd * w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-Weight decay acts on matrices only (`Role.is_decayed`). All state is local and elementwise, so a
-mesh changes nothing. torch's fused kernel is called as a function: the state lives here, allocated
-from the start and named like the parameters, so a checkpoint can read it before the first step.
-Muon, which leaves to AdamW what is no matrix, stands in `muon.py`.
+Weight decay acts on matrices only (`Role.is_decayed`). All is elementwise, so a mesh changes
+nothing. torch's fused kernel is called as a function: a checkpoint needs moments, named like the
+parameters, before the first step.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, prod
@@ -26,14 +26,14 @@ from pith_engine.violations import raise_violations
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Which optimizer, and its constants; the learning rate is given at each step."""
+    """Which optimizer, and its constants but for the learning rate."""
 
     method: Literal["adamw", "muon"] = "adamw"
     """`muon`: Muon for matrices, AdamW for embedding, head, router, norms and biases."""
     momentum: float | None = None
     """Muon's momentum, from 0 to below 1 (default 0.95); muon only."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay of the first and second moment."""
+    """AdamW's decay of the two moments."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
@@ -47,10 +47,8 @@ class OptimizerConfig:
         if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
             wrong.append(f"optim.momentum = {self.momentum}: from 0 to below 1")
         if self.momentum is not None and self.method != "muon":
-            wrong.append(
-                f"optim.momentum = {self.momentum} but AdamW has betas; leave it out or use "
-                "optim.method muon"
-            )
+            use = "leave it out or use optim.method muon"
+            wrong.append(f"optim.momentum = {self.momentum} but AdamW has betas; {use}")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             wrong.append(f"optim.betas = {self.betas}: each from 0 to below 1")
         if not 0.0 < self.eps < inf:
@@ -61,7 +59,7 @@ class OptimizerConfig:
 
 
 def check_optimizer(parameters: Sequence[ShardedParameter], config: OptimizerConfig) -> None:
-    """Refuse constants out of range, and two parameters of one name, with a ValueError."""
+    """ValueError for constants out of range and for two parameters of one name."""
     wrong = config.violations()
     if len({parameter.name for parameter in parameters}) < len(parameters):
         wrong.append("two parameters have one name")
@@ -69,80 +67,70 @@ def check_optimizer(parameters: Sequence[ShardedParameter], config: OptimizerCon
 
 
 def describe_groups(groups: dict[str, list[ShardedParameter]], mesh: Mesh) -> str:
-    """How many tensors and elements each method updates, by role, over the whole model.
+    """A table of what each method updates in the whole model; all ranks call it.
 
-    All ranks of the mesh call it; a stack of experts is one tensor, gate and up are two.
+    A stack of experts is one tensor, gate and up are two.
     """
-    mine = [
-        ((method, p.role.value), max(1, len(p.parts)), prod(p.global_shape))
-        for method, members in groups.items()
-        for p in members
-    ]
-    counts: dict[tuple[str, str], tuple[int, int]] = {}
-    for stage in gather_objects(mine, mesh.pp):
-        for key, tensors, elements in stage:
-            before = counts.get(key, (0, 0))
-            counts[key] = before[0] + tensors, before[1] + elements
+    tensors: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    for method, members in groups.items():
+        for p in members:
+            row = f"{method:<10} {p.role.value:<14}"
+            tensors[row] += max(1, len(p.parts))
+            elements[row] += prod(p.global_shape)
+    tensors, elements = (sum(gather_objects(c, mesh.pp), Counter()) for c in (tensors, elements))
     lines = [f"{'optimizer':<10} {'role':<14} {'tensors':>8} {'elements':>16}"]
-    for (method, role), (tensors, elements) in sorted(counts.items()):
-        lines.append(f"{method:<10} {role:<14} {tensors:>8} {elements:>16,}")
+    lines += [f"{row} {tensors[row]:>8} {elements[row]:>16,}" for row in sorted(tensors)]
     return "\n".join(lines)
 
 
 class AdamW:
-    """The optimizer of one rank; `num_steps` counts updates, set it when resuming."""
+    """The optimizer of one rank; `num_steps` counts updates, a resumed run sets it."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], config: OptimizerConfig):
-        """Allocate both moments of trained shards; ValueErrors of `check_optimizer`."""
         check_optimizer(parameters, config)
         self.num_steps = 0
         self._config = config
         self._parameters = [parameter for parameter in parameters if parameter.role.is_trained]
         self._moments = {
-            parameter.name: {
-                "exp_avg": torch.zeros_like(parameter.shard),
-                "exp_avg_sq": torch.zeros_like(parameter.shard),
-            }
-            for parameter in self._parameters
+            p.name: {name: torch.zeros_like(p.shard) for name in ("exp_avg", "exp_avg_sq")}
+            for p in self._parameters
         }
 
     def groups(self) -> dict[str, list[ShardedParameter]]:
-        """All parameters, under `adamw`."""
+        """All trained parameters, under `adamw`."""
         return {"adamw": self._parameters}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Stored name of what is trained -> `exp_avg` and `exp_avg_sq`, live, as the shard."""
+        """Stored name -> `exp_avg` and `exp_avg_sq`: live tensors, shaped like the shard."""
         return self._moments
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update all shards from their gradients with this learning rate."""
-        for is_decayed, weight_decay in ((True, self._config.weight_decay), (False, 0.0)):
-            members = [p for p in self._parameters if p.role.is_decayed == is_decayed]
-            self._update([p for p in members if p.shard.numel()], lr, weight_decay)
-        self.num_steps += 1
-
-    def _update(self, members: list[ShardedParameter], lr: float, weight_decay: float) -> None:
-        if not members:
-            return
-        moments = [self._moments[parameter.name] for parameter in members]
-        # The kernel adds one to each parameter's count of steps before it uses it.
-        count = float(self.num_steps)
-        steps = torch.full((len(members),), count, device=members[0].shard.device).unbind()
+        """Update all shards from their gradients."""
         beta1, beta2 = self._config.betas
-        adamw(
-            [parameter.shard for parameter in members],
-            [parameter.grad for parameter in members],
-            [moment["exp_avg"] for moment in moments],
-            [moment["exp_avg_sq"] for moment in moments],
-            [],
-            list(steps),
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=self._config.eps,
-            maximize=False,
-        )
+        held = [p for p in self._parameters if p.shard.numel()]
+        for decayed in (True, False):
+            members = [p for p in held if p.role.is_decayed == decayed]
+            if not members:
+                continue
+            moments = [self._moments[p.name] for p in members]
+            # The kernel adds one to each parameter's count of steps before it uses it.
+            count, device = float(self.num_steps), members[0].shard.device
+            adamw(
+                [p.shard for p in members],
+                [p.grad for p in members],
+                [moment["exp_avg"] for moment in moments],
+                [moment["exp_avg_sq"] for moment in moments],
+                [],
+                list(torch.full((len(members),), count, device=device).unbind()),
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=lr,
+                weight_decay=self._config.weight_decay if decayed else 0.0,
+                eps=self._config.eps,
+                maximize=False,
+            )
+        self.num_steps += 1

@@ -1,15 +1,14 @@
 """How many layers each pipeline chunk holds, by cost.
 
-In the V placement rank r holds chunks r and `2 * pp - 1 - r`, so rank 0 also carries the embedding
-and the head, which for a large vocabulary weigh several layers. The pipeline is limited by
+Rank r holds chunks r and `2 * pp - 1 - r`, so rank 0 also carries the embedding and the head, which
+for a large vocabulary weigh several layers. The pipeline is limited by
 
     minimise   max over ranks r of  cost(chunk r) + cost(chunk 2 pp - 1 - r)
     then       sum over chunks of   cost(chunk) ** 2
 
-where the second keeps a rank's two chunks alike, on which overlapped slots of neighbours depend.
-The first is found by bisection over a limit for every rank, tested by filling the ranks from both
-ends of the model inwards, depth first with memory, without what the ranks inside could not carry;
-near the optimum that leaves few states, and the second is exact over them.
+where the second keeps a rank's two chunks alike, for their overlap. The first is found by bisection
+over a limit, tested by filling ranks from both ends of the model inwards; near the optimum that
+leaves few states, and the second is exact over them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -21,7 +20,7 @@ from pith_engine.schedule import chunk_rank
 from pith_engine.violations import raise_violations
 
 PRECISION = 1e-9
-"""Relative difference of two costs that counts as none, far above the rounding of their sums."""
+"""Relative difference of costs that counts as none, far above rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,40 +28,32 @@ class ChunkCost:
     """One chunk of a partition."""
 
     chunk: int
-    """Number of the chunk, in layer order."""
+    """Number of the chunk."""
     rank: int
-    """The rank of the pp axis that holds it."""
+    """The pp rank that holds it."""
     first_layer: int
     """Global number of its first layer."""
     num_layers: int
     """Layers it holds."""
     cost: float
-    """Cost of its layers, plus the embedding's in the first chunk and the head's in the last."""
+    """Of its layers, and of embedding or head in the first or last chunk."""
 
 
 @cache
 def layers_per_chunk(
     layer_costs: tuple[float, ...], num_chunks: int, embedding_cost: float, head_cost: float
 ) -> tuple[int, ...]:
-    """Layers of each of the `2 * pp` chunks, at least one, that load the fullest rank least.
-
-    Costs are in any one unit (FLOPs of a token, milliseconds).
-
-    Raises:
-        ValueError: an odd number of chunks, fewer layers than chunks, or a negative cost.
-    """
+    """Layers of each of `2 * pp` chunks that load the fullest rank least; costs in any one unit."""
     if num_chunks < 2 or num_chunks % 2:
         raise ValueError(f"num_chunks is {num_chunks}; allowed are 2 * pp with pp >= 1")
     if len(layer_costs) < num_chunks:
         raise ValueError(
-            f"{len(layer_costs)} layers cannot fill num_chunks = {num_chunks}; every chunk needs a "
-            f"layer: use pp of at most {len(layer_costs) // 2}"
+            f"{len(layer_costs)} layers cannot fill num_chunks = {num_chunks}; "
+            f"use pp of at most {len(layer_costs) // 2}"
         )
     if min(*layer_costs, embedding_cost, head_cost) < 0:
-        raise ValueError(
-            f"costs must not be negative: layers {min(layer_costs)} and more, embedding "
-            f"{embedding_cost}, head {head_cost}"
-        )
+        ends = f"embedding {embedding_cost}, head {head_cost}"
+        raise ValueError(f"costs must not be negative: layers from {min(layer_costs)}, {ends}")
     costs = [*layer_costs]
     costs[0] += embedding_cost
     costs[-1] += head_cost
@@ -82,38 +73,26 @@ def layers_per_chunk(
 
 
 def chunk_costs(
-    layers: tuple[int, ...],
-    layer_costs: tuple[float, ...],
-    embedding_cost: float,
-    head_cost: float,
+    layers: tuple[int, ...], layer_costs: tuple[float, ...], embedding_cost: float, head_cost: float
 ) -> tuple[ChunkCost, ...]:
-    """What every chunk of a given partition costs.
-
-    Raises:
-        ValueError: the chunks do not hold every layer exactly once, an empty chunk, or an odd
-            number of chunks.
-    """
+    """What every chunk costs; ValueError for `partition_violations`."""
     pp = max(1, (len(layers) + 1) // 2)
     raise_violations(partition_violations(layers, pp, len(layer_costs)), "partition")
     chunks = []
     for chunk, (num_layers, last) in enumerate(zip(layers, accumulate(layers), strict=True)):
-        cost = sum(layer_costs[last - num_layers : last])
+        first = last - num_layers
+        cost = sum(layer_costs[first:last])
         cost += embedding_cost if chunk == 0 else 0
         cost += head_cost if chunk == len(layers) - 1 else 0
+        rank = chunk_rank(chunk, pp)
         chunks.append(
-            ChunkCost(
-                chunk=chunk,
-                rank=chunk_rank(chunk, len(layers) // 2),
-                first_layer=last - num_layers,
-                num_layers=num_layers,
-                cost=cost,
-            )
+            ChunkCost(chunk=chunk, rank=rank, first_layer=first, num_layers=num_layers, cost=cost)
         )
     return tuple(chunks)
 
 
 def partition_violations(layers: tuple[int, ...], pp: int, num_layers: int) -> list[str]:
-    """A line when `layers` are not those of `2 * pp` chunks that hold every layer once."""
+    """A line unless `2 * pp` chunks of these `layers` hold every layer once."""
     if len(layers) == 2 * pp and min(layers) >= 1 and sum(layers) == num_layers:
         return []
     return [
@@ -123,7 +102,7 @@ def partition_violations(layers: tuple[int, ...], pp: int, num_layers: int) -> l
 
 
 def describe_partition(chunks: tuple[ChunkCost, ...]) -> str:
-    """A text table: the layers and costs of every rank's two chunks, and the imbalance."""
+    """A table of every rank's two chunks and their costs, and the imbalance."""
     total = sum(chunk.cost for chunk in chunks)
     lines = ["rank  chunk  layers     cost share  |  chunk  layers     cost share  |  rank share"]
     pairs = [(first, chunks[-1 - first.chunk]) for first in chunks[: len(chunks) // 2]]
@@ -139,7 +118,6 @@ def describe_partition(chunks: tuple[ChunkCost, ...]) -> str:
 
 
 def _most_loaded_rank(sums: tuple[float, ...], layers: tuple[int, ...]) -> float:
-    """The largest cost of a rank's two chunks together."""
     costs = [sums[end] - sums[start] for start, end in pairwise((0, *accumulate(layers)))]
     return max(first + last for first, last in zip(costs, reversed(costs), strict=True))
 
@@ -147,22 +125,19 @@ def _most_loaded_rank(sums: tuple[float, ...], layers: tuple[int, ...]) -> float
 def _fill(
     sums: tuple[float, ...], pp: int, limit: float, *, evenly: bool
 ) -> tuple[int, ...] | None:
-    """Layers per chunk with no rank above `limit`; None if there are none.
+    """Layers per chunk with no rank above `limit`: the first found or the most even, else None.
 
-    `sums[n]` is the cost of the first n layers. `evenly` asks for the partition with the smallest
-    sum of squared chunk costs, else the first one found is returned.
+    `sums[n]` is the cost of the first n layers.
     """
-    known: dict[tuple[int, int, int], tuple[float, tuple[int, ...]] | None] = {}
 
+    @cache
     def place(rank: int, start: int, end: int) -> tuple[float, tuple[int, ...]] | None:
-        """Fill ranks `rank .. pp - 1` with layers `start .. end - 1`: (sum of squares, layers)."""
+        """(sum of squares, layers) of ranks from `rank` on with layers `start .. end - 1`."""
         if rank == pp:
             return (0.0, ()) if start == end else None
-        if (rank, start, end) in known:
-            return known[rank, start, end]
         inner = pp - 1 - rank
         best = None
-        most = end - start - 2 * inner  # every chunk of the ranks inside needs a layer
+        most = end - start - 2 * inner  # every chunk inside needs a layer
         for first in range(min(most, bisect_right(sums, sums[start] + limit) - start) - 1, 0, -1):
             cost = sums[start + first] - sums[start]
             largest = min(most - first, end - bisect_left(sums, sums[end] - (limit - cost)))
@@ -177,7 +152,6 @@ def _fill(
                     best = squares, (first, *rest[1], second)
                 if not evenly:
                     return best
-        known[rank, start, end] = best
         return best
 
     found = place(0, 0, len(sums) - 1)

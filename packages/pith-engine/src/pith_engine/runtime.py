@@ -1,12 +1,11 @@
 """Processes: joining the group, failing together, and the only wrappers of collectives.
 
-A command finds its peers in the environment: torchrun's variables, else those of `srun`, else it is
-alone. On GPUs the group is `cpu:gloo,cuda:nccl`, so objects and barriers go over gloo and never
-touch a GPU stream; on CPUs it is gloo. One timeout holds for every group.
+A command finds its peers in torchrun's variables, else in those of `srun`, else it is alone. On
+GPUs the group is `cpu:gloo,cuda:nccl`, so objects and barriers never touch a GPU stream.
 
-A rank that raises prints its traceback, names itself and exits at once without draining collectives
-or running exit handlers: its peers see a closed connection and follow within seconds, and the first
-traceback is the cause. Only the main thread's exceptions count.
+A rank that raises prints its traceback and exits without draining collectives or running exit
+handlers: its peers see a closed connection and follow within seconds, and the first traceback is
+the cause. Only the main thread's exceptions count.
 
 Collectives take an `Axis` and are the identity when it has one rank.
 """
@@ -33,24 +32,21 @@ class LaunchInfo:
     """What the launcher says about this process."""
 
     rank: int = 0
-    """Rank among all processes."""
+    """Global rank."""
     world_size: int = 1
     """Number of processes."""
     local_rank: int = 0
-    """Rank on this machine: the index of its GPU where it sees those of all."""
+    """Rank on this machine."""
     ranks_per_node: int = 1
     """Processes on this machine."""
     has_own_gpu: bool = False
-    """Whether the launcher was told to show each process one GPU, which is then number 0 of it."""
+    """Whether the launcher was told to show each process one GPU."""
     init_method: str | None = None
-    """Where torch meets the peers: a URL; None when the process is alone."""
+    """URL where peers meet; None without any."""
 
 
 def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
-    """Read torchrun's variables, else those of a SLURM job step, else one process.
-
-    A batch script without `srun` is one process: only a step sets `SLURM_STEP_NUM_TASKS`.
-    """
+    """Read torchrun's variables, else those of a SLURM step; a batch script is one process."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if name not in environ]
@@ -68,32 +64,30 @@ def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
         # Steps that share a node must not meet, and outgoing connections use ports from 32768.
         step = 16 * int(environ["SLURM_JOB_ID"]) + int(environ.get("SLURM_STEP_ID", "0"))
         port = 20000 + step % 12000
+        # The first host of a compressed list: `node[003-005,007],login` -> `node003`.
+        name, _, rest = environ["SLURM_STEP_NODELIST"].split(",")[0].partition("[")
+        host = name + rest.rstrip("]").split("-")[0]
+        per_task = environ.get("SLURM_GPUS_PER_TASK"), environ.get("SLURM_NTASKS_PER_GPU")
+        bound = environ.get("SLURM_GPU_BIND", "").endswith(("single:1", "per_task:1"))
         return LaunchInfo(
             rank=int(environ["SLURM_PROCID"]),
             world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
             local_rank=int(environ["SLURM_LOCALID"]),
             ranks_per_node=int(environ["SLURM_STEP_TASKS_PER_NODE"].split("(")[0].split(",")[0]),
-            has_own_gpu="1"
-            in (environ.get("SLURM_GPUS_PER_TASK"), environ.get("SLURM_NTASKS_PER_GPU"))
-            or environ.get("SLURM_GPU_BIND", "").endswith(("single:1", "per_task:1")),
-            init_method=f"tcp://{_first_host(environ['SLURM_STEP_NODELIST'])}:{port}",
+            has_own_gpu="1" in per_task or bound,
+            init_method=f"tcp://{host}:{port}",
         )
     return LaunchInfo()
 
 
 def local_gpus(launch: LaunchInfo) -> int:
-    """GPUs for the processes of this machine: those seen here, or one each where a process sees
-    its own alone."""
+    """GPUs for the processes of this machine: those seen, or one each if each sees its own."""
     seen = torch.cuda.device_count()
     return launch.ranks_per_node if launch.has_own_gpu and seen == 1 else seen
 
 
 def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
-    """Join the default process group; returns this process's device, `cpu` or `cuda:N`.
-
-    Raises:
-        ValueError: unknown device type, or fewer GPUs than processes on this machine.
-    """
+    """Join the default group; this process's device, or ValueError if there is none."""
     launch = read_launch(os.environ)
     device = torch.device("cpu")
     if device_type == "cuda":
@@ -119,20 +113,19 @@ def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
 
 
 def stop_process_group() -> None:
-    """Leave the default process group and all others; nothing happens without one."""
+    """Leave all process groups, if there are any."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def connect_mesh(mesh: Mesh, device: torch.device) -> None:
-    """Use every communicator of a step once, in the way that a step does.
+    """Use every communicator once as a step does.
 
     NCCL connects two ranks at their first transfer in each direction, and the host blocks until
-    both ask for it. Inside a step that deadlocks: one rank waits on the host to connect what the
-    other will send only after it has received something else.
+    both ask for it: a deadlock in a step, where one may first wait for another transfer.
     """
-    sharding = (mesh.dp, mesh.cp, mesh.data, mesh.expert_data, mesh.dense_shards)
-    for axis in (mesh.pp, mesh.ep, mesh.ep_backward, *sharding, mesh.world):
+    axes = (mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.ep_backward, mesh.data, mesh.expert_data)
+    for axis in (*axes, mesh.dense_shards, mesh.world):
         all_reduce(torch.ones(1, device=device), axis)
     for axis in (mesh.ep, mesh.ep_backward):
         ones = torch.ones(axis.size, device=device)
@@ -146,7 +139,7 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
 
 
 def set_seeds(seed: int) -> None:
-    """Seed Python, numpy and torch alike on every rank; weights and data order do not use them."""
+    """Seed Python, numpy and torch; weights and data order do not depend on it."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -160,7 +153,7 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
     except (Exception, KeyboardInterrupt) as error:
         text = "".join(traceback.format_exception(error))
         try:
-            # One write, so that lines of ranks that fail together do not mix.
+            # One write: lines of ranks that fail together do not mix.
             sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
             sys.stderr.flush()
             sys.stdout.flush()  # Raises when the reader of a pipe has gone.
@@ -169,7 +162,7 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
-    """Reduce a contiguous tensor in place over the axis; returns it."""
+    """Reduce a contiguous tensor in place; returns it."""
     if axis.size > 1:
         reduce_op = distributed.ReduceOp.SUM if op == "sum" else distributed.ReduceOp.MAX
         distributed.all_reduce(tensor, reduce_op, group=_group(axis))
@@ -185,16 +178,13 @@ def all_gather(output: Tensor, input: Tensor, axis: Axis) -> None:
 
 
 def reduce_scatter(output: Tensor, input: Tensor, axis: Axis) -> None:
-    """Sum `input [size * n]` over the axis; rank r keeps block r as `output [n]`.
-
-    On gloo the blocks travel by all-to-all and are added in rank order, so a sum does not depend
-    on which peer answers first.
-    """
+    """Sum `input [size * n]` over the axis; rank r keeps block r as `output [n]`."""
     if axis.size == 1:
         output.copy_(input.view_as(output))
     elif input.is_cuda:
         distributed.reduce_scatter_tensor(output, input, group=_group(axis))
     else:
+        # Added in rank order, so that a sum does not depend on which peer answers first.
         blocks = torch.empty_like(input)
         distributed.all_to_all_single(blocks, input, group=_group(axis))
         first, *others = blocks.view(axis.size, -1).unbind()
@@ -210,11 +200,7 @@ def all_to_all(
     input_sizes: Sequence[int],
     axis: Axis,
 ) -> None:
-    """Send consecutive blocks of rows to the ranks of the axis.
-
-    `output [sum(output_sizes), ...]` is contiguous, `input [sum(input_sizes), ...]` need not be;
-    sizes count the rows received from and sent to each rank, 0 allowed.
-    """
+    """Send and receive consecutive blocks of rows, whose sizes may be 0; `output` is contiguous."""
     if axis.size == 1:
         output.copy_(input)
     else:
@@ -223,7 +209,7 @@ def all_to_all(
 
 
 class Exchange:
-    """Transfers under way; holds their tensors until they are waited for."""
+    """Transfers under way, and their tensors until they are waited for."""
 
     def __init__(
         self, receives: list[distributed.Work], sends: list[distributed.Work], tensors: list[Tensor]
@@ -247,22 +233,14 @@ class Exchange:
 def exchange(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis
 ) -> Exchange:
-    """Start sends and receives as one batch, so that no order of ranks can block it.
-
-    Each is a contiguous tensor and the axis rank of the peer; transfers between two ranks match in
-    order.
-    """
-    if not sends and not receives:
-        return Exchange([], [], [])
-    group = _group(axis)
-    entries = [(distributed.irecv, *entry) for entry in receives]
-    entries += [(distributed.isend, *entry) for entry in sends]
-    works = distributed.batch_isend_irecv(
-        [distributed.P2POp(op, tensor, axis.ranks[peer], group) for op, tensor, peer in entries]
-    )
-    tensors = [tensor for _, tensor, _ in entries]
-    if len(works) != len(entries):  # NCCL gives one handle for the whole batch.
-        return Exchange(works, [], tensors) if receives else Exchange([], works, tensors)
+    """Start transfers `(contiguous tensor, axis rank)` as a batch that no order of ranks blocks."""
+    ops = [
+        distributed.P2POp(distributed.irecv, t, axis.ranks[r], _group(axis)) for t, r in receives
+    ]
+    ops += [distributed.P2POp(distributed.isend, t, axis.ranks[r], _group(axis)) for t, r in sends]
+    works = distributed.batch_isend_irecv(ops) if ops else []
+    # NCCL gives one handle for the whole batch; it counts as a receive if there is any.
+    tensors = [tensor for tensor, _ in (*receives, *sends)]
     return Exchange(works[: len(receives)], works[len(receives) :], tensors)
 
 
@@ -277,28 +255,18 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 
 def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
     """The picklable value of axis rank `source`, on every rank."""
-    if axis.size == 1:
-        return value
-    values = [value]
-    distributed.broadcast_object_list(values, src=axis.ranks[source], group=_group(axis))
-    return values[0]
+    return gather_objects(value, axis)[source]
 
 
 def barrier(axis: Axis) -> None:
-    """Wait on the host until every rank of the axis is here; GPU streams are not involved."""
+    """Wait on the host, not on a GPU stream, until every rank of the axis is here."""
     all_reduce(torch.zeros(1), axis)
 
 
 def _group(axis: Axis) -> distributed.ProcessGroup:
     if axis.group is None:
         raise RuntimeError(
-            f"collective on axis {axis.name} of {axis.size} ranks, but this mesh was made from "
-            "sizes alone and has no groups: use Mesh.create"
+            f"axis {axis.name} of {axis.size} ranks has no group: its mesh was made from sizes "
+            "alone; use Mesh.create"
         )
     return axis.group
-
-
-def _first_host(nodelist: str) -> str:
-    """First host of SLURM's compressed list: `node[003-005,007],login` -> `node003`."""
-    name, _, rest = nodelist.split(",")[0].partition("[")
-    return name + rest.rstrip("]").split("-")[0]

@@ -1,9 +1,8 @@
 """What is wrong with a configuration: lines, each beginning with the field's full path.
 
 Every configuration has a method `violations() -> list[str]` (`optim.eps = -1.0: above 0 and
-finite`). A command collects those of the whole tree before it starts; whoever uses a configuration
-refuses it through `raise_violations`, so that a library user meets the same lines. The trap: a
-check inside `__post_init__` would end alone, before the rest of the tree exists.
+finite`). A command collects those of the whole tree, `raise_violations` those of one part. The
+trap: a check inside `__post_init__` would end alone, before the tree exists.
 """
 
 from collections.abc import Sequence
@@ -13,16 +12,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def raise_violations(violations: Sequence[str], what: str) -> None:
-    """One ValueError, `what` and a line for each violation; nothing when there is none."""
+    """One ValueError with a line for each violation, if there is one."""
     if violations:
         raise ValueError(f"{what}:" + "".join(f"\n  - {violation}" for violation in violations))
 
 
 def type_violations(values: Any, annotation: Any, path: str) -> list[str]:
-    """Where a tree of dataclasses, which Python does not check, holds a value of another type.
+    """Where `values`, a dataclass as `asdict` gives it, holds a value of another type.
 
-    `values` is the tree as `asdict` gives it. Literals, unions, tuples and nested dataclasses are
-    looked into; an int serves as a float, a bool not as a number.
+    An int serves as a float, a bool not as a number.
     """
     hints = get_type_hints(annotation) if is_dataclass(annotation) else {}
     if hints and isinstance(values, dict) and values.keys() == hints.keys():
