@@ -6,13 +6,12 @@ outputs by the weights and returns one partial sum (DeepSeek-V3, arXiv 2412.1943
 without the node limit). With the index maths of `pith_ops.dispatch`:
 
     forward    pack_tokens -> exchange_rows -> gather_rows -> experts -> weighted_partial_sums
-               -> return_rows -> sum_ranks
+               -> exchange_rows -> sum_ranks
     backward   pack_tokens -> exchange_rows -> weighted_partial_sums_backward -> experts' dgrad
-               -> sum_pairs -> return_rows -> sum_ranks, sum_rank_weights
+               -> sum_pairs -> exchange_rows -> sum_ranks, sum_rank_weights
 
-`exchange_rows` and `return_rows` are all-to-alls and nothing else, so that they can run on a
-communication stream. None of this is an autograd function: split sizes live in a `Route`, and
-stages.py calls forward and backward in the order it wants.
+`exchange_rows` is an all-to-all and nothing else, so that it can run on a communication stream.
+None of this is an autograd function: `stages.py` calls forward and backward in the order it wants.
 
 T tokens here, H hidden size, K top-k, R ranks of the axis, N rows sent by this rank, M rows
 received, P (row, expert) pairs received.
@@ -38,7 +37,7 @@ from pith_engine.runtime import all_to_all
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Where the tokens of one layer and micro-batch go: kept from the forward for the backward."""
+    """Where the tokens of one layer and micro-batch go, in forward and backward."""
 
     plan: DispatchPlan
     """The sender's index maths."""
@@ -52,12 +51,12 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """The receiver's side of a `Route`: how received rows map to expert order."""
+    """How the rows that a rank received map to expert order."""
 
     weights: Tensor
     """`[M, K]` routing weights of the received rows, 0 where the slot is not ours."""
     plan: ExpertPlan
-    """The receiver's index maths."""
+    """Index maths of that order."""
 
 
 def route_tokens(routing: Routing, num_local_experts: int, axis: Axis) -> Route:
@@ -99,21 +98,10 @@ def open_metadata(metadata: Tensor, route: Route) -> Arrival:
     return Arrival(weights=weights.clone(), plan=plan)
 
 
-def exchange_rows(rows: Tensor, route: Route, axis: Axis) -> Tensor:
-    """All-to-all towards the experts: rows `[N, ...]` in send order -> received rows `[M, ...]`."""
-    return _all_to_all_rows(rows, route.received, route.sent, axis)
-
-
-def return_rows(rows: Tensor, route: Route, axis: Axis) -> Tensor:
-    """All-to-all back to the tokens: received rows `[M, ...]` -> rows in send order `[N, ...]`."""
-    return _all_to_all_rows(rows, route.sent, route.received, axis)
-
-
-def _all_to_all_rows(
-    rows: Tensor, output_sizes: list[int], input_sizes: list[int], axis: Axis
-) -> Tensor:
+def exchange_rows(rows: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    """Send so many rows to each rank, in their order, and receive so many from each."""
     if axis.size == 1:
         return rows
-    output = rows.new_empty(sum(output_sizes), *rows.shape[1:])
-    all_to_all(output, rows, output_sizes, input_sizes, axis)
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    all_to_all(output, rows, received, sent, axis)
     return output
