@@ -12,20 +12,20 @@ Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets thos
 
 and merges the parts by their LSE; the next hop is under way while a part is computed. Backward: the
 same round with the merged output and LSE; the gradients follow one hop behind, in fp32 or wider,
-and arrive home after the last. What travels is keys and values, or in latent attention (MLA,
-DeepSeek-V2, arXiv 2405.04434) the latent and the rotary key that all heads share, from which every
-rank expands its heads, again in the backward.
+and arrive home after the last. In latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) the latent
+and the rotary key that all heads share travel instead, from which every rank expands its heads,
+again in the backward.
 
 A sliding window needs no round: a block fetches the `window - 1` keys before it, wherever they lie,
 and returns their gradients.
 
 The trap: sums run in the order of the ring, which differs by rank but not from run to run; and all
-ranks of the axis must issue these exchanges in one order, which they do because they share a
-pipeline stage.
+ranks of the axis must issue these exchanges in one order, as those of one pipeline stage do.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,8 +53,7 @@ from pith_engine.runtime import Exchange, exchange
 def shard_batch(batch: Batch, cp: Axis) -> Batch:
     """This rank's two blocks of every sequence of a whole micro-batch; itself when cp is 1.
 
-    Raises:
-        ValueError: `2 * cp` does not divide the sequence length.
+    A ValueError when `2 * cp` does not divide the sequence length.
     """
     if cp.size == 1:
         return batch
@@ -89,17 +88,20 @@ def context_attention(
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, key, value = (x.unflatten(0, sequences) for x in (query, key, value))
-    call = _call(query, batch, cp, scale, window, backend)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    call = _Call(batch, cp, scale, window or None, backend)
     if cp.size == 1:
         _, _, visibility = call.meeting(0)
         out, _ = attention(query, key, value, sinks=sinks, visibility=visibility, **call.settings)
     elif call.window is None:
         out = _Ring.apply(query, key, value, None, sinks, call)
     else:
-        parts, visibilities = [], [call.in_window(span) for span in call.spans(cp.rank)]
+        parts, spans = [], call.spans(cp.rank)
         blocks = _Halo.apply(torch.cat([key, value], -1), call)
-        for q, kv, seen in zip(query.split(call.block, 1), blocks, visibilities, strict=True):
+        for span, q, kv in zip(spans, query.split(call.block, 1), blocks, strict=True):
             k, v = kv[..., : q.shape[-1]], kv[..., q.shape[-1] :]
+            keys = range(span.stop - k.shape[1], span.stop)
+            seen = call.visibility([span], [keys], causal=True)
             parts.append(attention(q, k, v, sinks=sinks, visibility=seen, **call.settings)[0])
         out = torch.cat(parts, 1)
     return out.flatten(0, 1)
@@ -119,55 +121,62 @@ def latent_attention(
     """As `context_attention`, with keys and values expanded from a latent, again in the backward.
 
     `query [T, Hq, Dn + Dr]`, `latent [T, R]`, `rotary_key [T, Dr]`, `kv_b [Hq * (Dn + Dv), R]` ->
-    `[T, Hq, Dv]`. Of `kv_b_h latent`, the first Dn and the rotary key are head h's key, the other
-    Dv its value.
+    `[T, Hq, Dv]`. Of `kv_b_h latent`, the first Dn and the rotary key are head h's key, the rest
+    its value.
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, latent, rotary_key = (x.unflatten(0, sequences) for x in (query, latent, rotary_key))
-    call = _call(query, batch, cp, scale, None, backend)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    call = _Call(batch, cp, scale, None, backend)
     return _Ring.apply(query, latent, rotary_key, kv_b, None, call).flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What one attention needs to know beside its tensors."""
+    """What one attention needs to know beside its tensors; spans are places in a sequence."""
 
+    batch: Batch
     cp: Axis
-    length: int  # of an unsharded sequence
-    offsets: Tensor | None  # of documents and sequences in the unsharded tokens
     scale: float
     window: int | None
     backend: AttentionBackend
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Arguments of every call of the operator."""
         return {"scale": self.scale, "backend": self.backend}
 
     @property
+    def length(self) -> int:  # of an unsharded sequence
+        return self.batch.sequence_length * self.cp.size
+
+    @property
     def block(self) -> int:
-        """Tokens of a block."""
         return self.length // (2 * self.cp.size)
 
+    @cached_property
+    def offsets(self) -> Tensor | None:  # of documents and sequences in the unsharded tokens
+        documents, num_sequences = self.batch.documents, self.batch.num_sequences
+        if documents is None:
+            return None
+        return sequence_offsets(documents, num_sequences, self.length)
+
     def spans(self, rank: int) -> list[range]:
-        """Places in a sequence that a rank holds: its two blocks."""
         starts = [block * self.block for block in _blocks_of(rank, self.cp)]
         return [range(start, start + self.block) for start in starts]
 
     def visibility(self, queries: list[range], keys: list[range], *, causal: bool) -> Visibility:
-        """Of queries and keys at these places; a document's part of each is one segment."""
-        pair = None
-        if self.offsets is not None:
-            pair = (self.offsets_within(queries), self.offsets_within(keys))
+        """Of the keys in these spans; a document's part of each is one segment."""
+        pair, places = None, self.offsets
+        if places is not None:
+            pair = (self.before(places, queries), self.before(places, keys))
         return Visibility(causal=causal, window=self.window, offsets=pair)
 
-    def offsets_within(self, spans: list[range]) -> Tensor:
+    def before(self, offsets: Tensor, spans: list[range]) -> Tensor:
         """How many tokens of the spans of all sequences lie before each offset, int32."""
-        assert self.offsets is not None, "the caller looks"
-        before = self.offsets // self.length * sum(map(len, spans))
+        found = offsets // self.length * sum(map(len, spans))
         for span in spans:
-            before = before + (self.offsets % self.length - span.start).clamp(0, len(span))
-        return before
+            found = found + (offsets % self.length - span.start).clamp(0, len(span))
+        return found
 
     def meeting(self, source: int) -> tuple[slice, slice, Visibility]:
         """Which rows of the queries here see which rows of a rank's keys, and how."""
@@ -185,26 +194,6 @@ class _Call:
     def reach(self, start: int) -> int:
         """How many keys before the block that starts here its window shows."""
         return min((self.window or 1) - 1, start)
-
-    def in_window(self, span: range) -> Visibility:
-        """Of a block's queries and of the keys that reach to its end."""
-        keys = range(span.start - self.reach(span.start), span.stop)
-        return self.visibility([span], [keys], causal=True)
-
-
-def _call(
-    query: Tensor,
-    batch: Batch,
-    cp: Axis,
-    scale: float | None,
-    window: int | None,
-    backend: AttentionBackend,
-) -> _Call:
-    length, offsets = batch.sequence_length * cp.size, batch.documents
-    if offsets is not None:
-        offsets = sequence_offsets(offsets, batch.num_sequences, length)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _Call(cp, length, offsets, scale, window or None, backend)
 
 
 def _blocks_of(rank: int, cp: Axis) -> tuple[int, int]:
@@ -311,7 +300,6 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 def _expand(
     query: Tensor, first: Tensor, second: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of all heads from what travelled."""
     if weight is None:
         return first, second
     num_heads, num_nope = query.shape[2], query.shape[3] - second.shape[-1]
@@ -323,7 +311,7 @@ def _expand(
 def _expand_backward(
     dkey: Tensor, dvalue: Tensor, latent: Tensor, rotary: Tensor, weight: Tensor, dweight: Tensor
 ) -> list[Tensor]:
-    """Gradients of latent and rotary key; that of the weight is added to `dweight`."""
+    """Gradients of latent and rotary key; adds that of the weight to `dweight`."""
     num_nope = dkey.shape[-1] - rotary.shape[-1]
     dheads = torch.cat([dkey[..., :num_nope], dvalue], -1).flatten(2)
     dweight += dense_weight_grad(latent, dheads)

@@ -5,14 +5,14 @@ table's row it
 
     1. starts one batched exchange: the sends of the previous slot and the receives of this one,
     2. waits for the receives and drops what earlier exchanges have sent,
-    3. runs the action: the operations of overlap.py for a forward, a backward, or both,
+    3. runs the action: the operations of `overlap.py` for a forward, a backward, or both,
     4. passes the results on: to the other chunk when it is on this rank, else to the next exchange.
 
 Every rank reads the micro-batches itself; only `hidden` and its gradient travel, `[T, H]` in the
-compute dtype, one shape for the whole run, so nothing about shapes is exchanged.
+compute dtype, one shape for the whole run.
 
-The trap: a batched exchange is a rendezvous. Its members are decided by the table alone, and
-`check_schedule` has proved that they meet; do not send or receive anything outside it.
+The trap: a batched exchange is a meeting. `check_schedule` has proved that those of the table take
+place; do not send or receive anything outside it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,16 +44,16 @@ from pith_engine.violations import raise_violations
 
 @dataclass(frozen=True, kw_only=True)
 class StepLosses:
-    """What one step measured, summed over the whole mesh: the same numbers on every rank."""
+    """What one step measured over the whole mesh: the same numbers on every rank."""
 
     loss: float
-    """Sum of token losses divided by the number of targets; 0 when there is no target."""
+    """Mean over the targets; 0 when there is none."""
     num_targets: int
     """Targets that were counted."""
     balance: float = 0.0
-    """Balance loss before its coefficient, mean over layers: 1 is even; 0 without one."""
+    """Before its coefficient, mean over layers: 1 is even; 0 without one."""
     z_loss: float = 0.0
-    """Router z-loss before its coefficient, mean over layers; 0 when it is off."""
+    """Before its coefficient, mean over layers; 0 when it is off."""
     max_load: float = 0.0
     """Largest expert load over the mean load of its layer; 0 without MoE layers."""
     dead_experts: int = 0
@@ -65,8 +65,7 @@ class StepLosses:
 class Pipeline:
     """Runs whole steps of a model over the pp axis, with this rank's two chunks, lower one first.
 
-    `dtype` is that of `hidden`, the compute dtype; `device` is where it lives; stages that
-    `recompute` names keep their inputs only. A ValueError for another number of chunks, or a
+    `dtype` is the compute dtype, that of `hidden`. A ValueError for another number of chunks, or a
     `balance` that is out of range.
     """
 
@@ -90,17 +89,14 @@ class Pipeline:
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self.streams = Streams(device)
         self.expert_counts: dict[int, Tensor] = {}
-        """Number of each MoE layer here -> `[N]` int64 choices in the latest step's global batch;
-        empty before the first. State of `global-batch` balancing: save it, restore it."""
+        """MoE layer here -> `[N]` int64 choices in the latest step's global batch; empty before the
+        first. State of `global-batch` balancing: save it, restore it."""
 
     def train_step(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
         """Forward and backward of this rank's micro-batches; gradients are added to `.grad`.
 
-        The micro-batches have equal token counts. `num_targets` are the non-ignored targets of the
-        global batch; with 0 nothing is run. Returns the losses over the whole mesh.
-
-        Raises:
-            ValueError: fewer than `2 * pp` micro-batches.
+        The micro-batches, at least `2 * pp` (ValueError), have equal token counts. `num_targets`
+        are the non-ignored targets of the global batch; with 0 nothing is run.
         """
         table = dualpipev(self.mesh.pp.size, len(batches))
         if num_targets == 0:
@@ -120,10 +116,10 @@ class Pipeline:
 
     def restore_counts(self, saved: Mapping[str, list[int]]) -> None:
         """Set `expert_counts` from `saved_counts`, whose keys JSON made strings, of any mesh."""
-        numbers = [number for chunk in self.chunks.values() for number in chunk.layers]
         self.expert_counts = {
             int(number): torch.tensor(saved[number], dtype=torch.int64, device=self.device)
-            for number in numbers
+            for chunk in self.chunks.values()
+            for number in chunk.layers
             if number in saved
         }
 
@@ -148,7 +144,6 @@ class _Step:
         self.counts_by_layer: dict[int, Tensor] = {}
 
     def run(self, slots: Sequence[Slot], num_targets: int) -> StepLosses:
-        """Execute one rank's row of a table and sum its losses over the mesh."""
         sends: tuple[Transfer, ...] = ()
         for slot in slots:
             self._exchange(sends, slot.receives)
@@ -168,11 +163,7 @@ class _Step:
         layers = [
             int(number)
             for chunk in chunks
-            for number, layer in zip(
-                self.pipeline.chunks[chunk].layers,
-                self.pipeline.chunks[chunk].decoder_layers(),
-                strict=True,
-            )
+            for number, layer in self.pipeline.chunks[chunk].layers.items()
             if layer.num_local_experts
         ]
         self.counts_by_layer = dict(zip(layers, totals, strict=True))
@@ -195,19 +186,23 @@ class _Step:
         )
 
     def _exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        arriving = [(self._empty_hidden(transfer), transfer.peer) for transfer in receives]
+        pipeline, arriving = self.pipeline, []
+        for transfer in receives:
+            size = (self.batches[transfer.micro_batch].tokens.numel(), pipeline.hidden_size)
+            hidden = torch.empty(size, dtype=pipeline.dtype, device=pipeline.device)
+            arriving.append((hidden, transfer.peer))
         started = exchange(
             [(self.parcels.pop(t.output).contiguous(), t.peer) for t in sends],
             arriving,
-            self.pipeline.mesh.pp,
+            pipeline.mesh.pp,
         )
         if receives:
             started.wait_receives()
             # A rank's exchanges run one after the other, so the earlier ones are over by now.
             self._drop_sent()
         self.started.append(started)
-        for transfer, (tensor, _) in zip(receives, arriving, strict=True):
-            self.parcels[transfer.output] = tensor
+        for transfer, (hidden, _) in zip(receives, arriving, strict=True):
+            self.parcels[transfer.output] = hidden
 
     def _drop_sent(self) -> None:
         for earlier in self.started:
@@ -215,25 +210,21 @@ class _Step:
         self.started.clear()
 
     def _act(self, action: Action) -> None:
-        this = (action.chunk, action.micro_batch)
-        match action.kind:
-            case ActionKind.FORWARD:
-                self._compute(self._open(this), None)
-            case ActionKind.BACKWARD:
-                self._compute(None, self.passes.pop(this))
-            case ActionKind.BACKWARD_INPUT:
-                there = self.passes.pop(this)
-                self._compute(None, there, defer_weights=True)
-                self.deferred[this] = there.weight_grads
-            case ActionKind.WEIGHT:
-                self.deferred.pop(this).flush()
-            case ActionKind.OVERLAP:
-                _, backward = action.parts
-                there = self.passes.pop((backward.chunk, backward.micro_batch))
-                self._compute(self._open(this), there)
+        forward = backward = None
+        for part in action.parts:
+            place = (part.chunk, part.micro_batch)
+            match part.kind:
+                case ActionKind.FORWARD:
+                    forward = self._open(*place)
+                case ActionKind.WEIGHT:
+                    self.deferred.pop(place).flush()
+                    return
+                case _:
+                    backward = self.passes.pop(place)
+        self._compute(forward, backward, action.kind is ActionKind.BACKWARD_INPUT)
 
-    def _open(self, place: tuple[int, int]) -> ChunkPass:
-        chunk, micro_batch = place
+    def _open(self, chunk: int, micro_batch: int) -> ChunkPass:
+        place = (chunk, micro_batch)
         opened = ChunkPass(
             self.pipeline.chunks[chunk],
             self.batches[micro_batch],
@@ -250,7 +241,7 @@ class _Step:
         return opened
 
     def _compute(
-        self, forward: ChunkPass | None, backward: ChunkPass | None, *, defer_weights: bool = False
+        self, forward: ChunkPass | None, backward: ChunkPass | None, defer_weights: bool
     ) -> None:
         if backward is not None and not backward.chunk.is_last:
             backward.output_grad = self.parcels.pop((TransferKind.GRADIENT, *backward.place))
@@ -262,23 +253,17 @@ class _Step:
         )
         run_operations(operations, forward, backward, self.pipeline.streams)
         if forward is not None:
-            self._take_forward(forward)
-        if backward is not None and backward.input_grad is not None:
+            chunk, micro_batch = forward.place
+            if forward.output is not None:
+                self.parcels[TransferKind.HIDDEN, chunk + 1, micro_batch] = forward.output
+                forward.output = None
+            self.sums += torch.cat([forward.loss_sum[None], forward.auxiliary_sums])
+            if forward.expert_counts:
+                counts = torch.stack(forward.expert_counts)
+                self.expert_counts[chunk] = counts + self.expert_counts.get(chunk, 0)
+        if backward is not None:
             chunk, micro_batch = backward.place
-            self.parcels[TransferKind.GRADIENT, chunk - 1, micro_batch] = backward.input_grad
-
-    def _take_forward(self, forward: ChunkPass) -> None:
-        chunk, micro_batch = forward.place
-        if forward.output is not None:
-            self.parcels[TransferKind.HIDDEN, chunk + 1, micro_batch] = forward.output
-            forward.output = None
-        self.sums += torch.cat([forward.loss_sum[None], forward.auxiliary_sums])
-        if forward.expert_counts:
-            counts = torch.stack(forward.expert_counts)
-            so_far = self.expert_counts.get(chunk)
-            self.expert_counts[chunk] = counts if so_far is None else so_far + counts
-
-    def _empty_hidden(self, transfer: Transfer) -> Tensor:
-        num_tokens = self.batches[transfer.micro_batch].tokens.numel()
-        size = (num_tokens, self.pipeline.hidden_size)
-        return torch.empty(size, dtype=self.pipeline.dtype, device=self.pipeline.device)
+            if backward.input_grad is not None:
+                self.parcels[TransferKind.GRADIENT, chunk - 1, micro_batch] = backward.input_grad
+            if defer_weights:
+                self.deferred[backward.place] = backward.weight_grads

@@ -13,12 +13,12 @@ The trap: a batched exchange is a meeting. NCCL runs the batches of a rank one a
 until all its transfers are done, so a send whose receive is posted late holds up everything behind
 it, and crossing meetings deadlock: posting each receive just before it is needed does.
 `_with_transfers` therefore places a receive before the first action that, at unit costs, starts no
-earlier than the sender is done. No rank then waits longer than for the data itself (`simulate.py`
-measures it; `schedule_check.py` proves that there is no deadlock).
+earlier than the sender is done: no rank then waits longer than for the data itself (`simulate.py`).
 """
 
 from bisect import bisect_left
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
@@ -43,13 +43,13 @@ class Action:
     kind: ActionKind
     """BACKWARD includes the weight gradients, BACKWARD_INPUT leaves them to WEIGHT."""
     chunk: int
-    """The chunk; of an OVERLAP, the one that runs forward."""
+    """Of an OVERLAP, the one that runs forward."""
     micro_batch: int
-    """Its micro-batch."""
+    """That of the chunk."""
     backward_chunk: int | None = None
-    """The chunk that runs its BACKWARD; OVERLAP only."""
+    """OVERLAP only: the chunk that runs its BACKWARD."""
     backward_micro_batch: int | None = None
-    """Its micro-batch; OVERLAP only."""
+    """OVERLAP only: that of the backward chunk."""
 
     @cached_property
     def parts(self) -> tuple["Action", ...]:
@@ -71,6 +71,11 @@ class TransferKind(Enum):
     HIDDEN = "hidden"
     GRADIENT = "gradient"
 
+    @property
+    def step(self) -> int:
+        """From the chunk that makes it to the one that consumes it."""
+        return 1 if self is TransferKind.HIDDEN else -1
+
 
 Output = tuple[TransferKind, int, int]
 """What an action makes for another: kind, consuming chunk, micro-batch."""
@@ -85,9 +90,9 @@ class Transfer:
     chunk: int
     """The chunk that consumes it."""
     micro_batch: int
-    """Its micro-batch."""
+    """Of which it is."""
     peer: int
-    """The pp rank at the other end: destination of a send, source of a receive."""
+    """The pp rank at the other end."""
 
     @property
     def output(self) -> Output:
@@ -97,14 +102,14 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One action with the transfers around it."""
+    """One action with the transfers around it, in order for each peer."""
 
     action: Action
     """What to compute."""
     receives: tuple[Transfer, ...] = ()
-    """Issued before the action, which waits for them; in order for each peer."""
+    """Issued before the action, which waits for them."""
     sends: tuple[Transfer, ...] = ()
-    """Issued with the receives of the next slot; in order for each peer."""
+    """Issued with the receives of the next slot."""
 
 
 ScheduleTable = tuple[tuple[Slot, ...], ...]
@@ -125,29 +130,35 @@ def chunk_rank(chunk: int, pp: int) -> int:
     return min(chunk, 2 * pp - 1 - chunk)
 
 
-def needed_output(part: Action, pp: int) -> Output | None:
-    """What a part of an action takes from a neighbouring chunk; None at the ends."""
-    if part.kind is ActionKind.FORWARD:
-        return (TransferKind.HIDDEN, part.chunk, part.micro_batch) if part.chunk > 0 else None
-    if part.kind is ActionKind.WEIGHT or part.chunk == 2 * pp - 1:
-        return None
-    return TransferKind.GRADIENT, part.chunk, part.micro_batch
+def needed_outputs(action: Action, pp: int) -> list[Output]:
+    """What an action takes from neighbouring chunks."""
+    return [
+        (kind, part.chunk, part.micro_batch)
+        for part, kind in _transferring(action)
+        if 0 <= part.chunk - kind.step < 2 * pp
+    ]
 
 
-def made_output(part: Action, pp: int) -> Output | None:
-    """What a part of an action makes for a neighbouring chunk; None at the ends."""
-    if part.kind is ActionKind.FORWARD:
-        is_last = part.chunk == 2 * pp - 1
-        return None if is_last else (TransferKind.HIDDEN, part.chunk + 1, part.micro_batch)
-    if part.kind is ActionKind.WEIGHT or part.chunk == 0:
-        return None
-    return TransferKind.GRADIENT, part.chunk - 1, part.micro_batch
+def made_outputs(action: Action, pp: int) -> list[Output]:
+    """What an action makes for neighbouring chunks."""
+    return [
+        (kind, part.chunk + kind.step, part.micro_batch)
+        for part, kind in _transferring(action)
+        if 0 <= part.chunk + kind.step < 2 * pp
+    ]
+
+
+def _transferring(action: Action) -> Iterator[tuple[Action, TransferKind]]:
+    for part in action.parts:
+        if part.kind is not ActionKind.WEIGHT:
+            is_forward = part.kind is ActionKind.FORWARD
+            yield part, TransferKind.HIDDEN if is_forward else TransferKind.GRADIENT
 
 
 def output_source(output: Output, pp: int) -> int:
     """The pp rank that makes an output."""
     kind, chunk, _ = output
-    return chunk_rank(chunk - 1 if kind is TransferKind.HIDDEN else chunk + 1, pp)
+    return chunk_rank(chunk - kind.step, pp)
 
 
 @cache
@@ -210,10 +221,7 @@ def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Actio
 
 
 def _numbered(steps: list[tuple[ActionKind, int]], both: int) -> list[Action]:
-    """Number the micro-batches of each chunk's forwards and backwards from 0.
-
-    `both` is the sum of the rank's chunks: the second chunk of an OVERLAP is `both` less the first.
-    """
+    """Number the micro-batches of each chunk's forwards and backwards; `both` sums the chunks."""
     forwards, backwards = defaultdict(count), defaultdict(count)
     deferred: deque[tuple[int, int]] = deque()
     actions = []
@@ -271,14 +279,12 @@ def _unit_times(
         progress = False
         for rank, row in enumerate(rows):
             while (slot := len(starts[rank])) < len(row):
-                parts = row[slot].parts
-                needs = [n for part in parts if (n := needed_output(part, pp)) is not None]
+                needs = needed_outputs(row[slot], pp)
                 if any(need not in made for need in needs):
                     break
                 starts[rank].append(max([clocks[rank], *(made[need][0] for need in needs)]))
                 clocks[rank] = starts[rank][-1] + UNIT_COSTS[row[slot].kind]
-                for part in parts:
-                    if (output := made_output(part, pp)) is not None:
-                        made[output] = (clocks[rank], rank, slot)
+                for output in made_outputs(row[slot], pp):
+                    made[output] = (clocks[rank], rank, slot)
                 progress = True
     return starts, made

@@ -1,7 +1,7 @@
 """Proofs about a schedule table, whoever made it, and the replay of its exchanges.
 
 Exchanges are replayed under the strictest semantics any backend has: a batched exchange is a
-meeting of its partners. Takes milliseconds and no device.
+meeting of its partners. No device is needed.
 """
 
 from collections import defaultdict, deque
@@ -14,8 +14,8 @@ from pith_engine.schedule import (
     ScheduleTable,
     Slot,
     chunk_rank,
-    made_output,
-    needed_output,
+    made_outputs,
+    needed_outputs,
     output_source,
 )
 
@@ -27,9 +27,9 @@ class Meeting:
     rank: int
     """Who issues it."""
     position: int
-    """The slot before whose action it is issued; the number of slots for the last."""
+    """Of the slot before whose action it is issued; the number of slots for the last."""
     partners: tuple[tuple[int, int], ...]
-    """(rank, position) of every exchange at the other end of one of its transfers."""
+    """(rank, position) of the exchange at the other end of each of its transfers."""
 
 
 def check_schedule(
@@ -37,13 +37,9 @@ def check_schedule(
 ) -> None:
     """Prove that a table computes everything once, in order, without deadlock, in bounded memory.
 
-    Without backwards no activation is kept.
-
-    Raises:
-        ValueError: a forward or backward is missing, repeated, foreign or out of order; a deferred
-            weight gradient is not run once, after its backward and in that order; an output is not
-            sent and received once, in time, between the right ranks and in one order; exchanges
-            deadlock; or a rank holds more than `2 * pp + 1` activations at once.
+    Without backwards no activation is kept. A ValueError names what is missing, repeated, foreign,
+    out of order, not sent and received once in time between the right ranks, or deadlocked; or a
+    rank that holds more than `2 * pp + 1` activations at once.
     """
     pp = len(table)
     for rank, row in enumerate(table):
@@ -73,9 +69,9 @@ def peak_live(row: tuple[Slot, ...]) -> int:
 def meetings(table: ScheduleTable) -> tuple[Meeting, ...]:
     """Every exchange of every rank, in an order in which they can complete.
 
-    An exchange starts when the rank's previous exchange and action are over, and is over when all
-    its partners have started. A ValueError names a send and a receive that do not match in order,
-    or the exchanges that wait for each other.
+    One starts when the rank's previous exchange and action are over, and is over when all its
+    partners have started. A ValueError names a send and a receive that do not match in order, or
+    the exchanges that wait for each other.
     """
     partners = _partners(table)
     started = [0] * len(table)  # the exchange that each rank has reached
@@ -149,16 +145,14 @@ def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
             if t.output in received or source != t.peer or source == rank:
                 raise ValueError(f"{where}: {t} is received twice, or not from the rank it is on")
             received.add(t.output)
-        for part in slot.action.parts:
-            if (need := needed_output(part, pp)) is None:
-                continue
+        for need in needed_outputs(slot.action, pp):
             is_local = output_source(need, pp) == rank
             if need not in (made if is_local else received):
                 what = "its local input" if is_local else "its input is received"
-                raise ValueError(f"{where}: {part} runs before {what}")
+                raise ValueError(f"{where}: {slot.action} runs before {what}")
             if not is_local:
                 used.add(need)
-        made.update(o for part in slot.action.parts if (o := made_output(part, pp)))
+        made.update(made_outputs(slot.action, pp))
         for t in slot.sends:
             is_right_peer = chunk_rank(t.chunk, pp) == t.peer != rank
             if t.output not in made or t.output in sent or not is_right_peer:

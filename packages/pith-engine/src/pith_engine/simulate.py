@@ -1,9 +1,8 @@
 """Run a schedule table with given costs: when each slot runs, the bubble, the live activations.
 
-The rules are the executor's (`schedule.py`), so the timeline shows the waits of a real run, those
-for late receives included. With one cost for all chunks, DualPipeV's bubble is
-`(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek DualPipe): F&B an overlapped slot, B a full
-backward, W its weight part.
+The rules are the executor's (`schedule.py`), waits for late receives included. With one cost for all
+chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek DualPipe): F&B an
+overlapped slot, B a full backward, W its weight part.
 """
 
 from dataclasses import dataclass
@@ -38,15 +37,14 @@ class ScheduleCosts:
         """How long one action runs."""
         total = 0.0
         for part in action.parts:
-            match part.kind:
-                case ActionKind.FORWARD:
-                    total += self.forward[part.chunk]
-                case ActionKind.BACKWARD_INPUT:
-                    total += self.backward_input[part.chunk]
-                case ActionKind.WEIGHT:
-                    total += self.weight[part.chunk]
-                case _:
-                    total += self.backward_input[part.chunk] + self.weight[part.chunk]
+            backward_input, weight = self.backward_input[part.chunk], self.weight[part.chunk]
+            durations = {
+                ActionKind.FORWARD: self.forward[part.chunk],
+                ActionKind.BACKWARD_INPUT: backward_input,
+                ActionKind.WEIGHT: weight,
+                ActionKind.BACKWARD: backward_input + weight,
+            }
+            total += durations[part.kind]
         return total * self.overlap if action.kind is ActionKind.OVERLAP else total
 
 
@@ -57,9 +55,9 @@ class Timeline:
     starts: tuple[tuple[float, ...], ...]
     """Of every slot, one row per rank."""
     ends: tuple[tuple[float, ...], ...]
-    """Of every slot, one row per rank."""
+    """As `starts`."""
     peak_live: tuple[int, ...]
-    """Most activations each rank holds at once, as `schedule_check.peak_live` counts them."""
+    """Of each rank, as `schedule_check.peak_live` counts."""
 
     @property
     def duration(self) -> float:
@@ -86,7 +84,7 @@ def unit_schedule_costs(pp: int) -> ScheduleCosts:
 
 
 def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
-    """Run a table; ValueError for costs of other chunks, or exchanges that deadlock."""
+    """Run a table; ValueError for costs of other chunks or a deadlock."""
     if len(costs.forward) != 2 * len(table):
         raise ValueError(f"costs hold {len(costs.forward)} chunks; {len(table)} ranks have twice")
     starts: list[list[float]] = [[] for _ in table]
