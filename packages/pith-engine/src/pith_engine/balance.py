@@ -16,12 +16,12 @@ sum_i f_i s_ti`; only the scores carry a gradient, and the methods differ in wha
     global-batch  the whole global batch, step before   no                            2501.11873
     bias          no loss: `update_balance_biases`      no                            2408.15664
 
-`global-batch` takes the step before (even load at the first), because the frequencies of a batch
-are not known at its first backward. The router z-loss (2202.08906), mean over counted tokens of
+`global-batch` takes the step before (even load at the first): the frequencies of a batch are not
+known at its first backward. The router z-loss (2202.08906), mean over counted tokens of
 logsumexp(logits)^2, goes with any of them. A token counts when its target is not ignored.
 
-The trap: no value may depend on how sequences fall into micro-batches or ranks, so nothing here
-takes a mean: sums are returned, and the caller divides by the global count as for token losses.
+The trap: no value may depend on how sequences fall into micro-batches or ranks, so sums are
+returned, and the caller divides by the global count as for token losses.
 """
 
 from collections.abc import Iterable, Mapping
@@ -62,12 +62,10 @@ class BalanceConfig:
         methods = get_args(BalanceMethod)
         if self.method not in methods:
             found.append(f"balance.method is {self.method!r}: allowed are {', '.join(methods)}")
+        weights = {"coefficient": self.coefficient, "z_coefficient": self.z_coefficient}
         found += [
             f"balance.{name} is {value}: allowed are finite numbers from 0"
-            for name, value in [
-                ("coefficient", self.coefficient),
-                ("z_coefficient", self.z_coefficient),
-            ]
+            for name, value in weights.items()
             if not 0 <= value < inf
         ]
         if not 0 < self.bias_rate < inf:
@@ -78,10 +76,7 @@ class BalanceConfig:
 
 
 def count_choices(routing: Routing, batch: Batch, method: BalanceMethod) -> Tensor:
-    """`[B, N]` int64: choices of counted tokens by sequence with `sequence`, else in one row.
-
-    An id of -1 is no choice.
-    """
+    """`[B, N]` int64: choices of counted tokens by sequence with `sequence`, else in one row."""
     num_rows = batch.num_sequences if method == "sequence" else 1
     counted = batch.targets != IGNORED_TARGET
     valid = counted[:, None] & (routing.chosen >= 0)
@@ -95,8 +90,8 @@ def load_factors(
 ) -> Tensor | None:
     """The file docstring's f, `[B, N]` float64; None for a method without an auxiliary loss.
 
-    `counts` are those of `count_choices` here; with a cp axis, which shares sequences, they are
-    summed over it. `previous` `[N]` are the choices of the step before, None before the first.
+    `counts` of `count_choices` are summed over the cp axis, which shares sequences; `previous`
+    `[N]` are the choices of the step before, None before the first.
     """
     match method:
         case "none" | "bias":
@@ -127,9 +122,8 @@ def auxiliary_losses(
 ) -> tuple[Tensor | None, Tensor]:
     """What a layer adds to the loss of a micro-batch, before the division by the global count.
 
-    Returns:
-        coefficient * balance loss + z_coefficient * z-loss, None when nothing is added; and both
-        without coefficients, `[2]` float64 without gradient, 0 for what is off.
+    That is coefficient * balance loss + z_coefficient * z-loss, None when nothing is added; and
+    both without coefficients, `[2]` float64 without gradient, 0 for what is off.
     """
     terms, values = [], torch.zeros(2, dtype=torch.float64, device=routing.scores.device)
     if factors is not None:
@@ -149,9 +143,8 @@ def update_balance_biases(
 ) -> None:
     """Once a step, after the optimizer: bias += rate * sign(mean - count), on this rank's blocks.
 
-    DeepSeek-V3's form (arXiv 2408.15664), without centring: the biases' mean may drift, which no
-    selection notices. `counts` are `Pipeline.expert_counts`, of the whole global batch: integers,
-    so every mesh makes the same update. Layers without a bias are passed over.
+    DeepSeek-V3's form, without centring: the biases' mean may drift, which no selection notices.
+    `counts` are `Pipeline.expert_counts`: integers, so every mesh makes the same update.
     """
     for parameter in parameters:
         if parameter.role is Role.BALANCE_BIAS:
@@ -165,8 +158,8 @@ def update_balance_biases(
 def layer_loads(counts: Tensor) -> Tensor:
     """How even the load of each layer is: `[L, 3]` float64 from choices `[L, N]` of a whole step.
 
-    Columns: the largest load over the mean (1 is even); dead members, chosen by no counted token;
-    the entropy of the shares over log N (1 is even, 0 is one expert for all).
+    Columns: the largest load over the mean (1 is even); members that nobody chose; the entropy of
+    the shares over log N (1 is even, 0 is one expert for all).
     """
     shares, pool = counts.double() / counts.sum(1, keepdim=True).clamp(min=1), counts.shape[1]
     entropies = shares[:, 0]  # a pool of one is even

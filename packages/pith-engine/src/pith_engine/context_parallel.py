@@ -96,12 +96,15 @@ def context_attention(
     elif call.window is None:
         out = _Ring.apply(query, key, value, None, sinks, call)
     else:
-        parts, spans = [], call.spans(cp.rank)
+        parts = []
+        # Before anything is sent: these refuse what is wrong.
+        visibilities = [
+            call.visibility([span], [range(span.start - call.reach(span.start), span.stop)])
+            for span in call.spans(cp.rank)
+        ]
         blocks = _Halo.apply(torch.cat([key, value], -1), call)
-        for span, q, kv in zip(spans, query.split(call.block, 1), blocks, strict=True):
+        for q, kv, seen in zip(query.split(call.block, 1), blocks, visibilities, strict=True):
             k, v = kv[..., : q.shape[-1]], kv[..., q.shape[-1] :]
-            keys = range(span.stop - k.shape[1], span.stop)
-            seen = call.visibility([span], [keys], causal=True)
             parts.append(attention(q, k, v, sinks=sinks, visibility=seen, **call.settings)[0])
         out = torch.cat(parts, 1)
     return out.flatten(0, 1)
@@ -155,28 +158,30 @@ class _Call:
 
     @cached_property
     def offsets(self) -> Tensor | None:  # of documents and sequences in the unsharded tokens
-        documents, num_sequences = self.batch.documents, self.batch.num_sequences
+        documents = self.batch.documents
         if documents is None:
             return None
-        return sequence_offsets(documents, num_sequences, self.length)
+        return sequence_offsets(documents, self.batch.num_sequences, self.length)
 
     def spans(self, rank: int) -> list[range]:
         starts = [block * self.block for block in _blocks_of(rank, self.cp)]
         return [range(start, start + self.block) for start in starts]
 
-    def visibility(self, queries: list[range], keys: list[range], *, causal: bool) -> Visibility:
+    def visibility(
+        self, queries: list[range], keys: list[range], causal: bool = True
+    ) -> Visibility:
         """Of the keys in these spans; a document's part of each is one segment."""
-        pair, places = None, self.offsets
-        if places is not None:
-            pair = (self.before(places, queries), self.before(places, keys))
-        return Visibility(causal=causal, window=self.window, offsets=pair)
+        offsets = self.offsets
+        if offsets is not None:
+            offsets = (self.before(offsets, queries), self.before(offsets, keys))
+        return Visibility(causal=causal, window=self.window, offsets=offsets)
 
     def before(self, offsets: Tensor, spans: list[range]) -> Tensor:
         """How many tokens of the spans of all sequences lie before each offset, int32."""
-        found = offsets // self.length * sum(map(len, spans))
+        counts = offsets // self.length * sum(map(len, spans))
         for span in spans:
-            found = found + (offsets % self.length - span.start).clamp(0, len(span))
-        return found
+            counts = counts + (offsets % self.length - span.start).clamp(0, len(span))
+        return counts
 
     def meeting(self, source: int) -> tuple[slice, slice, Visibility]:
         """Which rows of the queries here see which rows of a rank's keys, and how."""
@@ -186,7 +191,7 @@ class _Call:
             return both, both, Visibility(window=self.window, offsets=pair)
         mine, theirs = self.spans(self.cp.rank), self.spans(source)
         if source == self.cp.rank:
-            return both, both, self.visibility(mine, theirs, causal=True)
+            return both, both, self.visibility(mine, theirs)
         if source < self.cp.rank:
             return both, early, self.visibility(mine, theirs[:1], causal=False)
         return late, both, self.visibility(mine[1:], theirs, causal=False)

@@ -1,8 +1,7 @@
 """What a model must offer to the engine, and nothing about which model it is.
 
-A model is cut into chunks. A `ModelChunk` is an `nn.Module` with `layers`, an `nn.ModuleDict` keyed
-by the global layer number; the first chunk also embeds, the last one also computes the loss. A
-decoder layer offers three methods, all that is particular to a model family:
+A model is cut into chunks of decoder layers; the first also embeds, the last also computes the
+loss. A layer offers three methods, all that is particular to a model family:
 
     attention(hidden, batch, chosen)       -> (tokens, residual, routing or None)
     experts(tokens, groups, weight_grads)  -> outputs, one row per row of `tokens`
@@ -10,14 +9,11 @@ decoder layer offers three methods, all that is particular to a model family:
 
 The engine owns what stands between them (`dispatch`, `combine`) and everything that touches a
 routing weight. A dense layer returns `routing=None`; its `experts` receives `groups=None` and the
-tokens as they are. A layer whose shared experts belong to every token computes them inside
-`attention` and folds them into `residual`.
+tokens as they are. Shared experts, of every token, are computed inside `attention` and folded into
+`residual`. Every parameter is declared with `declare`; the units of `fsdp.py` replace it.
 
-Every parameter is declared with `declare`, on the meta device, with its role. Units of the sharded
-data parallelism (`fsdp.py`) replace the declared parameters by real ones.
-
-Shapes: T tokens of a micro-batch on this rank, H hidden size, K top-k, N router pool size,
-P (token, expert) pairs received by this rank, D documents.
+T tokens of a micro-batch on this rank, H hidden size, K top-k, N router pool size, P (token,
+expert) pairs received by this rank, D documents.
 """
 
 from collections.abc import Iterator
@@ -34,7 +30,7 @@ IGNORED_TARGET = -100
 
 
 class Role(Enum):
-    """What a parameter is: fixes gathered dtype, optimizer, decay, initial value and sharding."""
+    """What a parameter is: fixes dtype, optimizer, decay, initial value and sharding."""
 
     MATRIX = "matrix"
     EXPERT_MATRIX = "expert matrix"
@@ -47,7 +43,7 @@ class Role(Enum):
     SINK = "sink"
     CONV = "conv"
     BALANCE_BIAS = "balance bias"
-    """Added to a router's scores for the choice alone; see `balance.py`."""
+    """Added to a router's scores for the choice alone."""
 
     @property
     def is_expert(self) -> bool:
@@ -56,23 +52,23 @@ class Role(Enum):
 
     @property
     def is_decayed(self) -> bool:
-        """Whether weight decay applies: to matrices, the router's included."""
+        """Whether weight decay applies."""
         return self.is_trained and self not in (Role.NORM, Role.BIAS, Role.EXPERT_BIAS, Role.SINK)
 
     @property
     def uses_muon(self) -> bool:
-        """Whether Muon updates it if a run asks for Muon: linear maps between hidden states."""
+        """Whether Muon may update it: linear maps between hidden states."""
         return self in (Role.MATRIX, Role.EXPERT_MATRIX)
 
     @property
     def keeps_fp32(self) -> bool:
-        """Whether the gathered copy stays in the master dtype instead of the compute dtype."""
+        """Whether the gathered copy stays in the master dtype."""
         fp32_roles = (Role.ROUTER, Role.BIAS, Role.EXPERT_BIAS, Role.SINK, Role.BALANCE_BIAS)
         return self in fp32_roles
 
     @property
     def is_trained(self) -> bool:
-        """Whether the optimizer moves it; the gradient of one that it does not move stays zero."""
+        """Whether the optimizer moves it; else its gradient stays zero."""
         return self is not Role.BALANCE_BIAS
 
 
@@ -80,8 +76,8 @@ class DeclaredParameter(nn.Parameter):
     """A parameter on the meta device that carries its declaration until a unit replaces it.
 
     `std` is that of the initial normal values, None for a constant (1 for norms, else 0). `parts`
-    names the canonical tensors stored one after the other along the last dim but one, of equal
-    size; empty when stored and canonical tensor are the same.
+    names the canonical tensors of equal size stored one after the other along the last dim but one;
+    empty when the stored tensor is canonical.
     """
 
     role: Role
@@ -94,8 +90,7 @@ def declare(
 ) -> DeclaredParameter:
     """Declare a parameter by its shape on this rank before data-parallel sharding.
 
-    Experts are `[E / ep, ...]`. `std` and `parts` as in `DeclaredParameter`: a stored
-    `[E, 2 * I, H]` may have parts `("gate_proj", "up_proj")`.
+    Experts are `[E / ep, ...]`; a stored `[E, 2 * I, H]` may have parts `("gate_proj", "up_proj")`.
     """
     parameter = DeclaredParameter(torch.empty(shape, device="meta"))
     parameter.role, parameter.std, parameter.parts = role, std, parts
@@ -104,21 +99,18 @@ def declare(
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch as one rank sees it: `T = num_sequences * sequence_length` tokens.
-
-    Whole, or this cp rank's part of every sequence (`shard_batch`).
-    """
+    """One micro-batch on one rank: whole, or its part of every sequence (`shard_batch`)."""
 
     tokens: Tensor
     """`[T]` int64 token ids."""
     targets: Tensor
-    """`[T]` int64, the id that follows each token; `IGNORED_TARGET` where no loss is taken."""
+    """`[T]` int64, the id after each token; `IGNORED_TARGET` where no loss is taken."""
     positions: Tensor
-    """`[T]` int64 positions for the rotary embedding, from 0 in each sequence or document."""
+    """`[T]` int64, from 0 in each sequence or document."""
     sequence_length: int
     """Tokens of a sequence on this rank; attention does not cross sequences."""
     documents: Tensor | None = None
-    """`[D + 1]` int32 offsets of packed documents in the `T * cp` tokens of the whole, or None: one
+    """`[D + 1]` int32 offsets of packed documents in the `T * cp` tokens of the whole; None: one
     document a sequence."""
 
     @property
@@ -136,11 +128,11 @@ class Routing:
     weights: Tensor
     """`[T, K]` in fp32 (float64 when the model is), differentiable; 0 where the id is -1."""
     scores: Tensor
-    """`[T, N]` normalised scores over the router's own pool, differentiable: balance statistics."""
+    """`[T, N]` normalised over the router's own pool, differentiable."""
     chosen: Tensor
-    """`[T, K]` int32 ids in the router's own pool; equals `expert_ids` when pool and experts do."""
+    """`[T, K]` int32 ids in the router's own pool."""
     logits: Tensor
-    """`[T, N]` what the scores were made from, differentiable: the router z-loss."""
+    """`[T, N]` what the scores were made from, differentiable."""
 
 
 class DecoderLayer(Protocol):
@@ -154,8 +146,8 @@ class DecoderLayer(Protocol):
     ) -> tuple[Tensor, Tensor, Routing | None]:
         """`[T, H]` -> tokens for the experts `[T, H]`, residual `[T, H]`, routing.
 
-        `chosen`, the `Routing.chosen` of the first run, is given when the stage is recomputed: the
-        router takes it instead of choosing. A dense layer has no use for it.
+        When recomputed, the router takes `chosen`, the `Routing.chosen` of the first run, instead
+        of choosing; a dense layer has no use for it.
         """
         ...
 
@@ -173,7 +165,7 @@ class DecoderLayer(Protocol):
 class ModelChunk(nn.Module):
     """A run of consecutive layers, with the embedding if first and the head if last.
 
-    A model family subclasses it, fills `layers` and implements `embed` and `loss`.
+    A model family fills `layers`, keyed by the global layer number, and implements the methods.
     """
 
     layers: nn.ModuleDict
@@ -186,7 +178,7 @@ class ModelChunk(nn.Module):
         self.layers = nn.ModuleDict()
 
     def decoder_layers(self) -> list[DecoderLayer]:
-        """The layers in order, typed as the contract sees them."""
+        """The layers in order."""
         return list(self.layers.values())  # type: ignore[arg-type]
 
     def embed(self, batch: Batch) -> Tensor:
@@ -203,10 +195,9 @@ class ModelChunk(nn.Module):
 
 
 def plain_layer(layer: DecoderLayer, hidden: Tensor, batch: Batch) -> tuple[Tensor, Routing | None]:
-    """Run one layer in one process with autograd alone: the reference of every model.
+    """Run one layer, which holds all experts, with autograd alone: the reference of every model.
 
-    Written for clarity: each expert's tokens are selected by a mask over the ids, so nothing is
-    shared with the dispatch that it checks. The layer must hold all experts.
+    It shares nothing with the dispatch that it checks.
     """
     tokens, residual, routing = layer.attention(hidden, batch)
     if routing is None:

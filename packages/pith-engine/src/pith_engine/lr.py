@@ -9,8 +9,8 @@ With step t from 1, total steps S, warmup steps W, decay steps D and final ratio
     wsd       t >  S - D    1 - (1 - r) * (t - (S - D)) / D, and 1 before     (arXiv 2404.06395)
 
 WSD (warmup, stable, decay) decays linearly (arXiv 2405.18392); its stable part ignores S, so a run
-can be prolonged. Where its warmup and decay meet, the smaller factor holds. A run too short for
-is no error (a trial of a few steps of a long recipe); `reaches_peak` lets its plan say so.
+can be prolonged. Where its warmup and decay meet, the smaller factor holds. A run that is too short
+for its peak rate is no error: it may be a trial of a few steps.
 """
 
 from dataclasses import dataclass
@@ -65,11 +65,7 @@ class LearningRateConfig:
 
 
 def learning_rate(config: LearningRateConfig, step: int, total_steps: int) -> float:
-    """The rate of one step, counted from 1.
-
-    Raises:
-        ValueError: a step outside `1 .. total_steps`, or a field out of range.
-    """
+    """The rate of one step, from 1 to `total_steps`; a ValueError outside, or for a wrong field."""
     raise_violations(config.violations(), "learning rate")
     if not 1 <= step <= total_steps:
         raise ValueError(f"step is {step}; allowed are 1 to total_steps {total_steps}")

@@ -1,8 +1,8 @@
 """Run a schedule table with given costs: when each slot runs, the bubble, the live activations.
 
-The rules are the executor's (`schedule.py`), waits for late receives included. With one cost for all
-chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek DualPipe): F&B an
-overlapped slot, B a full backward, W its weight part.
+The rules are the executor's (`schedule.py`), waits for late receives included. With one cost for
+all chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek DualPipe):
+F&B an overlapped slot, B a full backward, W its weight part.
 """
 
 from dataclasses import dataclass
