@@ -352,7 +352,7 @@ def _exchange_halos(kv: Tensor, blocks: list[Tensor], call: _Call, *, home: bool
     for block in range(2 * cp.size):
         for earlier in range(block):
             end = call.reach(block * size) - (block - 1 - earlier) * size  # its end in the halo
-            if end <= 0 or (block not in own and earlier not in own):
+            if end <= 0:
                 continue
             count, here, there = min(end, size), None, None
             if earlier in own:
@@ -362,13 +362,13 @@ def _exchange_halos(kv: Tensor, blocks: list[Tensor], call: _Call, *, home: bool
                 there = blocks[own.index(block)][:, end - count : end]
             source, target = (there, here) if home else (here, there)
             peer = min(_blocks_of(earlier if block in own else block, cp))
-            if target is None and source is not None:
-                sends.append((source.contiguous(), peer))
-            elif target is not None:
+            if target is not None:
                 if source is None:
                     source = target.new_empty(target.shape)
                     receives.append((source, peer))
                 sums.append((target, source))
+            elif source is not None:
+                sends.append((source.contiguous(), peer))
     exchange(sends, receives, cp).wait_sends()
     for target, source in sums:
         target += source

@@ -1,9 +1,9 @@
 """Expert parallelism: how tokens reach the ranks of their experts and come back.
 
-A layer's experts are spread over the ep axis. A token travels once to each rank that holds at least
-one of its experts, with its expert ids and routing weights; that rank multiplies the experts'
-outputs by the weights and returns one partial sum (DeepSeek-V3, arXiv 2412.19437, section 3.2.2,
-without the node limit). With the index maths of `pith_ops.dispatch`:
+A token travels once to each rank of the ep axis that holds any of its experts, with its expert ids
+and routing weights; that rank multiplies the experts' outputs by the weights and returns one
+partial sum (DeepSeek-V3, arXiv 2412.19437, section 3.2.2, without the node limit). With the index
+maths of `pith_ops.dispatch`:
 
     forward    pack_tokens -> exchange_rows -> gather_rows -> experts -> weighted_partial_sums
                -> exchange_rows -> sum_ranks
@@ -88,10 +88,10 @@ def pack_metadata(routing: Routing, route: Route) -> Tensor:
 
 
 def open_metadata(metadata: Tensor, route: Route) -> Arrival:
-    """Split received metadata `[M, 2 * K]` into ids and weights and plan the expert order.
+    """Plan the expert order of received metadata `[M, 2 * K]`.
 
-    Ids travel in the weights' dtype, which holds every id below 2**24 exactly. Both are copied:
-    what communication received may be dropped as soon as the experts are launched.
+    Ids travel in the weights' dtype, exact below 2**24. Both are copied: what communication
+    received may be dropped as soon as the experts are launched.
     """
     ids, weights = metadata.chunk(2, dim=1)
     plan = plan_experts(ids.to(torch.int32), len(route.expert_sizes), route.expert_sizes)

@@ -8,8 +8,8 @@ l - 1 (l > 0) followed by the attention of layer l (l < L). It runs as
 
 where the backward's COMBINE and DISPATCH move gradients along the reverse of the forward's, EXPERTS
 takes the input gradient only and WEIGHT the weight gradients that EXPERTS deferred. Both sides
-share one compute stream; the all-to-alls of each have a stream of their own. Iteration i of a list
-enqueues, with l = i and j = num_backward_layers - 1 - i:
+share one compute stream; the all-to-alls of each have their own. Iteration i of a list enqueues,
+with l = i and j = num_backward_layers - 1 - i:
 
     1. F COMBINE l-1     runs under 2
     2. B SEGMENT j+1     after its recomputation, if any
@@ -22,15 +22,15 @@ enqueues, with l = i and j = num_backward_layers - 1 - i:
     9. F EXPERTS l       waits for 6
 
 1 stands before 2: behind the many launches of a segment it would start late and run exposed. 4 ends
-with the host reading counts, and 5 is what the device does meanwhile. Every rank of an
-expert-parallel group runs the same list, so collectives meet in one order.
+with the host reading counts, and 5 is what the device does meanwhile. Every rank of an ep axis runs
+the same list, so collectives meet in one order.
 
-The trap is memory. A value dropped by the host goes back to the allocator's pool of the stream it
-was made on, which may hand it out again before another stream has read it. So a value is freed only
-where every later operation on its own stream is ordered after all its uses; across two lists this
-holds because the first operation of a list on a communication stream waits for compute. Rows of
-F DISPATCH that a pass keeps are dropped by RECOMPUTE EXPERTS, before 4, for which 6 waits; dropped
-in 5, 6 could overwrite them.
+The trap is memory: what the host drops goes back to the pool of the stream it was made on, which
+may hand it out again before another stream has read it. So a value is freed only where every later
+operation on its own stream is ordered after all its uses; across two lists this holds because the
+first operation of a list on a communication stream waits for compute. Rows of F DISPATCH that a
+pass keeps are dropped by RECOMPUTE EXPERTS, before 4, for which 6 waits; dropped in 5, 6 could
+overwrite them.
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class OperationKind(Enum):
 
     @property
     def is_forward(self) -> bool:
-        """Whether it belongs to the micro-batch that runs forward."""
+        """Whether it is of the micro-batch that runs forward."""
         return self.value.startswith("forward")
 
 
@@ -81,15 +81,15 @@ class Operation:
     """One entry of a list that the executor runs in order."""
 
     kind: OperationKind
-    """What it does."""
+    """What to do."""
     index: int
-    """Number of the segment or layer within its chunk."""
+    """Segment or layer of the chunk."""
     stream: Stream
-    """Where it runs."""
+    """Where."""
     waits: tuple[int, ...]
-    """Earlier positions, on other streams, that must be complete before it starts."""
+    """Earlier positions, on other streams, that must be complete."""
     frees: tuple[Value, ...]
-    """Outputs that the host drops once it has enqueued this operation."""
+    """Outputs that the host drops once this is enqueued."""
 
     @property
     def value(self) -> Value:
@@ -118,8 +118,8 @@ READS = {
     OperationKind.BACKWARD_DISPATCH: ((OperationKind.BACKWARD_EXPERTS, 0),),
     OperationKind.BACKWARD_WEIGHT: ((OperationKind.BACKWARD_EXPERTS, 0),),
 }
-"""Outputs an operation reads, the one handed to it first, as kind and offset to its own index; a
-side's first operation reads none, a recomputation (absent) what its pass has kept."""
+"""Outputs an operation reads, the one handed to it first, as kind and offset to its own index. A
+side's first operation reads none, a recomputation what its pass has kept."""
 
 OFFSETS = {
     OperationKind.FORWARD_COMBINE: -1,
@@ -140,8 +140,7 @@ def interleave(
     """List the operations of one forward, one backward, or both overlapped, in host order.
 
     None stands for no such side; with `defer_weights` the caller runs the weight gradients later;
-    `recompute` is what the backward's pass was made with. Every output that is read is freed once;
-    the results (the forward's last segment, the backward's segment 0) stay.
+    `recompute` is that of the backward's pass. Every output that is read is freed once.
     """
     order = _host_order(num_forward_layers, num_backward_layers, defer_weights, recompute)
     users = _users(order)
@@ -176,11 +175,7 @@ def check_operations(
     defer_weights: bool = False,
     recompute: Recompute = "none",
 ) -> None:
-    """Prove a list complete, ordered and free of use after free; arguments as in `interleave`.
-
-    A ValueError names what is missing, repeated, on the wrong stream, not waited for or freed at
-    the wrong place.
-    """
+    """Prove a list complete, ordered and free of use after free, else raise a ValueError."""
     values = [operation.value for operation in operations]
     expected = _host_order(num_forward_layers, num_backward_layers, defer_weights, recompute)
     wrong = [_name(v) for v in {*values, *expected} if values.count(v) != expected.count(v)]

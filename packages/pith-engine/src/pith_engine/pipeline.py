@@ -1,15 +1,14 @@
 """Executes a schedule table: micro-batches through the two chunks of every rank, and back.
 
-A `Pipeline` holds this rank's chunks `pp.rank` and `2 * pp - 1 - pp.rank`. For each slot of the
-table's row it
+For each slot of its row of the table, a rank
 
     1. starts one batched exchange: the sends of the previous slot and the receives of this one,
     2. waits for the receives and drops what earlier exchanges have sent,
     3. runs the action: the operations of `overlap.py` for a forward, a backward, or both,
     4. passes the results on: to the other chunk when it is on this rank, else to the next exchange.
 
-Every rank reads the micro-batches itself; only `hidden` and its gradient travel, `[T, H]` in the
-compute dtype, one shape for the whole run.
+Only `hidden` and its gradient travel, `[T, H]` in the compute dtype, one shape for the whole run;
+every rank reads the micro-batches itself.
 
 The trap: a batched exchange is a meeting. `check_schedule` has proved that those of the table take
 place; do not send or receive anything outside it.
@@ -49,7 +48,7 @@ class StepLosses:
     loss: float
     """Mean over the targets; 0 when there is none."""
     num_targets: int
-    """Targets that were counted."""
+    """How many were counted."""
     balance: float = 0.0
     """Before its coefficient, mean over layers: 1 is even; 0 without one."""
     z_loss: float = 0.0
@@ -59,7 +58,7 @@ class StepLosses:
     dead_experts: int = 0
     """Experts that no counted token chose, over all layers."""
     load_entropy: float = 0.0
-    """Entropy of a layer's load over its largest value, mean over layers: 1 is even."""
+    """Entropy of the load over its largest value, mean over layers: 1 is even."""
 
 
 class Pipeline:
@@ -95,8 +94,8 @@ class Pipeline:
     def train_step(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
         """Forward and backward of this rank's micro-batches; gradients are added to `.grad`.
 
-        The micro-batches, at least `2 * pp` (ValueError), have equal token counts. `num_targets`
-        are the non-ignored targets of the global batch; with 0 nothing is run.
+        At least `2 * pp` (else a ValueError), of equal token counts. `num_targets` are the
+        non-ignored targets of the global batch; with 0 nothing is run.
         """
         table = dualpipev(self.mesh.pp.size, len(batches))
         if num_targets == 0:
@@ -110,7 +109,7 @@ class Pipeline:
         return losses
 
     def saved_counts(self) -> dict[int, list[int]]:
-        """`expert_counts` of the whole model as JSON values; all ranks of `pp` call it."""
+        """`expert_counts` of the whole model, for JSON; all ranks of `pp` call it."""
         own = {layer: counts.tolist() for layer, counts in self.expert_counts.items()}
         return {layer: c for part in gather_objects(own, self.mesh.pp) for layer, c in part.items()}
 
@@ -125,13 +124,13 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
-        """Forward only, keeping no activations; arguments and result as in `train_step`."""
+        """Forward only; arguments and result as in `train_step`."""
         table = forward_only(self.mesh.pp.size, len(batches))
         return _Step(self, batches, None).run(table[self.mesh.pp.rank], num_targets)
 
 
 class _Step:
-    """The state of one step: passes under way, tensors between chunks, sums of losses."""
+    """The state of one step."""
 
     def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], loss_scale: Tensor | None):
         self.pipeline, self.batches, self.loss_scale = pipeline, batches, loss_scale
@@ -224,17 +223,17 @@ class _Step:
         self._compute(forward, backward, action.kind is ActionKind.BACKWARD_INPUT)
 
     def _open(self, chunk: int, micro_batch: int) -> ChunkPass:
-        place = (chunk, micro_batch)
+        pipeline, place = self.pipeline, (chunk, micro_batch)
         opened = ChunkPass(
-            self.pipeline.chunks[chunk],
+            pipeline.chunks[chunk],
             self.batches[micro_batch],
-            self.pipeline.mesh,
+            pipeline.mesh,
             place=place,
             hidden=self.parcels.pop((TransferKind.HIDDEN, *place)) if chunk > 0 else None,
-            balance=self.pipeline.balance,
+            balance=pipeline.balance,
             loss_scale=self.loss_scale,
-            recompute=self.pipeline.recompute,
-            previous_counts=self.pipeline.expert_counts,
+            recompute=pipeline.recompute,
+            previous_counts=pipeline.expert_counts,
         )
         if self.loss_scale is not None:
             self.passes[place] = opened

@@ -1,9 +1,9 @@
 """Pipeline schedules as tables of facts: what each rank computes and transfers, in which order.
 
 The model is cut into `2 * pp` chunks placed in a V: rank r holds chunks r and `2 * pp - 1 - r`, so
-rank 0 embeds and takes the loss, and the last rank passes from one chunk to the next without a
-transfer. `dualpipev` is DeepSeek's DualPipeV (https://github.com/deepseek-ai/DualPipe, from
-DualPipe in arXiv 2412.19437); `forward_only` serves evaluation.
+rank 0 embeds and takes the loss, and the last rank passes on without a transfer. `dualpipev` is
+DeepSeek's DualPipeV (https://github.com/deepseek-ai/DualPipe, from arXiv 2412.19437);
+`forward_only` serves evaluation.
 
 Before the action of slot k a rank issues one batched exchange: the sends of slot k-1 and the
 receives of slot k, for which the action waits. One more after the last slot carries its sends. A
@@ -18,7 +18,6 @@ earlier than the sender is done: no rank then waits longer than for the data its
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
@@ -38,7 +37,7 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """One piece of compute; chunks are numbered through the model, 0 .. 2 * pp - 1."""
+    """One piece of compute."""
 
     kind: ActionKind
     """BACKWARD includes the weight gradients, BACKWARD_INPUT leaves them to WEIGHT."""
@@ -83,7 +82,7 @@ Output = tuple[TransferKind, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A tensor on its way between two ranks, seen from one of them."""
+    """A tensor on its way between two ranks, as one of them sees it."""
 
     kind: TransferKind
     """What travels."""
@@ -96,7 +95,7 @@ class Transfer:
 
     @property
     def output(self) -> Output:
-        """What travels, whoever looks at it."""
+        """What travels."""
         return self.kind, self.chunk, self.micro_batch
 
 
@@ -115,15 +114,6 @@ class Slot:
 ScheduleTable = tuple[tuple[Slot, ...], ...]
 """One row of slots per rank of the pp axis."""
 
-UNIT_COSTS = {
-    ActionKind.FORWARD: 1,
-    ActionKind.BACKWARD: 2,
-    ActionKind.BACKWARD_INPUT: 1,
-    ActionKind.WEIGHT: 1,
-    ActionKind.OVERLAP: 3,
-}
-"""Input and weight gradients cost one forward's matrix products each."""
-
 
 def chunk_rank(chunk: int, pp: int) -> int:
     """The pp rank that holds a chunk in the V placement."""
@@ -132,27 +122,22 @@ def chunk_rank(chunk: int, pp: int) -> int:
 
 def needed_outputs(action: Action, pp: int) -> list[Output]:
     """What an action takes from neighbouring chunks."""
-    return [
-        (kind, part.chunk, part.micro_batch)
-        for part, kind in _transferring(action)
-        if 0 <= part.chunk - kind.step < 2 * pp
-    ]
+    return [output for output in _inputs(action) if 0 <= output[1] - output[0].step < 2 * pp]
 
 
 def made_outputs(action: Action, pp: int) -> list[Output]:
     """What an action makes for neighbouring chunks."""
+    outputs = [(kind, chunk + kind.step, number) for kind, chunk, number in _inputs(action)]
+    return [output for output in outputs if 0 <= output[1] < 2 * pp]
+
+
+def _inputs(action: Action) -> list[Output]:
+    hidden, gradient = TransferKind.HIDDEN, TransferKind.GRADIENT
     return [
-        (kind, part.chunk + kind.step, part.micro_batch)
-        for part, kind in _transferring(action)
-        if 0 <= part.chunk + kind.step < 2 * pp
+        (hidden if part.kind is ActionKind.FORWARD else gradient, part.chunk, part.micro_batch)
+        for part in action.parts
+        if part.kind is not ActionKind.WEIGHT
     ]
-
-
-def _transferring(action: Action) -> Iterator[tuple[Action, TransferKind]]:
-    for part in action.parts:
-        if part.kind is not ActionKind.WEIGHT:
-            is_forward = part.kind is ActionKind.FORWARD
-            yield part, TransferKind.HIDDEN if is_forward else TransferKind.GRADIENT
 
 
 def output_source(output: Output, pp: int) -> int:
@@ -174,10 +159,9 @@ def dualpipev(pp: int, num_micro_batches: int) -> ScheduleTable:
 
 @cache
 def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
-    """Forwards alone, for evaluation; no activation is kept.
+    """Forwards alone: chunk c runs micro-batch m at time `c + 2 m`.
 
-    Chunk c runs micro-batch m at time `c + 2 m`: the two chunks of a rank differ in parity, so it
-    is never asked for both at once, nor idle between warm-up and drain.
+    A rank's chunks differ in parity: it never runs both at once, nor idles after its warm-up.
     """
     if pp < 1 or num_micro_batches < 1:
         raise ValueError(f"pp is {pp}, num_micro_batches {num_micro_batches}; both must be >= 1")
@@ -283,7 +267,10 @@ def _unit_times(
                 if any(need not in made for need in needs):
                     break
                 starts[rank].append(max([clocks[rank], *(made[need][0] for need in needs)]))
-                clocks[rank] = starts[rank][-1] + UNIT_COSTS[row[slot].kind]
+                kinds = [part.kind for part in row[slot].parts]
+                # Input and weight gradients cost one forward's matrix products each.
+                cost = len(kinds) + kinds.count(ActionKind.BACKWARD)
+                clocks[rank] = starts[rank][-1] + cost
                 for output in made_outputs(row[slot], pp):
                     made[output] = (clocks[rank], rank, slot)
                 progress = True

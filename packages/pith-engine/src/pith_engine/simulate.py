@@ -7,24 +7,24 @@ F&B an overlapped slot, B a full backward, W its weight part.
 
 from dataclasses import dataclass
 
-from pith_engine.schedule import UNIT_COSTS, Action, ActionKind, ScheduleTable
+from pith_engine.schedule import Action, ActionKind, ScheduleTable
 from pith_engine.schedule_check import meetings, peak_live
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleCosts:
-    """Durations in any one unit; tuples hold a value for each of the `2 * pp` chunks."""
+    """Durations in any unit; tuples hold a value for each of the `2 * pp` chunks."""
 
     forward: tuple[float, ...]
-    """A forward of each chunk."""
+    """Of a forward."""
     backward_input: tuple[float, ...]
-    """Its backward without weight gradients."""
+    """Of a backward without weight gradients."""
     weight: tuple[float, ...]
-    """Its weight gradients."""
+    """Of the weight gradients."""
     overlap: float = 1.0
-    """Duration of an overlapped slot over the sum of its two parts."""
+    """An overlapped slot over the sum of its parts."""
     transfer: float = 0.0
-    """One batched exchange, once all partners have started."""
+    """Of an exchange, once all partners have started."""
 
     def __post_init__(self):
         if not len(self.forward) == len(self.backward_input) == len(self.weight):
@@ -78,9 +78,8 @@ class Timeline:
 
 def unit_schedule_costs(pp: int) -> ScheduleCosts:
     """The same cost for every chunk, in units of one forward."""
-    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.WEIGHT)
-    forward, backward_input, weight = ((UNIT_COSTS[kind],) * (2 * pp) for kind in kinds)
-    return ScheduleCosts(forward=forward, backward_input=backward_input, weight=weight)
+    ones = (1.0,) * (2 * pp)
+    return ScheduleCosts(forward=ones, backward_input=ones, weight=ones)
 
 
 def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:

@@ -1,12 +1,12 @@
 """The five stages of a decoder layer, forward and backward, written once.
 
-One micro-batch on its way through one chunk is a `ChunkPass`. The stages are attention, dispatch,
+A `ChunkPass` is one micro-batch on its way through one chunk. The stages are attention, dispatch,
 experts, combine and aggregate; `aggregate` of a layer and `attention` of the next share one
-autograd graph, a segment (`overlap.py`). Segment 0 embeds or takes the chunk's input, the last ends
-with the loss or the chunk's output. Graphs never cross a boundary: what enters a segment or
-`experts` is a leaf, what leaves it is a root, and a stage's backward is one
-`torch.autograd.backward(roots, gradients)` whose leaves then hold the gradients that go on. So
-forward and backward of different micro-batches interleave in any order that `overlap.py` declares.
+autograd graph, a segment. Segment 0 embeds or takes the chunk's input, the last ends with the loss
+or the chunk's output. Graphs never cross a boundary: what enters a segment or `experts` is a leaf,
+what leaves it is a root, and a stage's backward is one `torch.autograd.backward(roots, gradients)`
+whose leaves then hold the gradients that go on. So forward and backward of different micro-batches
+interleave in any order that `overlap.py` declares.
 
 With recomputation a stage runs without a graph and keeps its inputs; before its backward the graph
 is built once more. The inputs of `experts` are the rows that arrived, so no all-to-all is repeated;
@@ -16,9 +16,9 @@ the first run. The last segment keeps its graph: its loss is fused and has no lo
 Gradients are final: those of the loss and balance roots, which hold their coefficients, are
 1 / (global target count); nothing is rescaled afterwards.
 
-The trap: when a result may be dropped is part of the list (`Operation.frees`), so no tensor that
-communication made may be kept past it: `open_metadata` copies. Rows kept for recomputation are the
-exception, and `overlap.py` proves when those may be dropped.
+The trap: when a result is dropped is part of the list (`Operation.frees`), so no tensor that
+communication made may be kept past it: `open_metadata` copies. Only rows kept for recomputation
+are, and `overlap.py` proves when they may be dropped.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -55,7 +55,7 @@ from pith_engine.overlap import READS, Operation, OperationKind, Recompute, Stre
 
 @dataclass(kw_only=True)
 class Segment:
-    """One segment's autograd graph: what entered it and what left it."""
+    """What entered and what left one segment's autograd graph."""
 
     leaves: list[Tensor]
     """Segment 0: the chunk's input, or nothing. Later: combined `[T, H]`, residual `[T, H]`."""
@@ -128,9 +128,9 @@ class ChunkPass:
         self.recompute: Recompute = recompute
         self.segments: dict[int, Segment] = {}
         self.expert_calls: dict[int, tuple[Tensor, Tensor, Arrival | None]] = {}
-        """Leaf, root and order of the rows of each layer's experts; no order for a dense layer."""
+        """Leaf, root and order of the rows of a layer's experts; no order for a dense layer."""
         self.kept_rows: dict[int, tuple[Tensor, Arrival | None]] = {}
-        """What arrived at the experts of each layer that are to be recomputed."""
+        """What arrived at experts that are to be recomputed."""
         self.weight_grads = WeightGradQueue()
         self.previous_counts = previous_counts or {}
         self.expert_counts: list[Tensor] = []
@@ -166,10 +166,10 @@ class ChunkPass:
     def exchange(
         self, index: int, rows: tuple[Tensor, ...], axis: Axis, *, back: bool
     ) -> tuple[Tensor, ...]:
-        """All-to-all of a layer's rows, to its experts or back; a dense layer's stay.
+        """All-to-all to a layer's experts or back; the rows of a dense layer stay.
 
-        Dispatch: tokens and metadata; back, gradients of tokens and weights. Combine: partial sums,
-        back; gradients of combined tokens.
+        To them: tokens and metadata, gradients of combined tokens; back: partial sums, gradients of
+        tokens and weights.
         """
         route = self.segments[index].route
         if route is None:
@@ -194,14 +194,14 @@ class ChunkPass:
         return (weighted_partial_sums(outputs, arrival.weights, arrival.plan),)
 
     def recompute_segment(self, index: int) -> None:
-        """Build the graph of an inner segment that ran without one."""
+        """Build the graph that the forward of an inner segment did without."""
         segment = self.segments[index]
         _, _, routing = self._run_segment(index, segment)
         if routing is not None:
             self._add_balance(segment, routing)
 
     def recompute_experts(self, index: int) -> None:
-        """Build the graph of a layer's experts that ran without one; drops the rows kept for it."""
+        """As for a segment; drops the rows kept for it."""
         self.expert_calls[index] = self._run_experts(index, *self.kept_rows.pop(index))
 
     def backward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -270,7 +270,7 @@ class ChunkPass:
         return leaf, self.layers[index].experts(leaf, groups, self.weight_grads), arrival
 
     def _add_balance(self, segment: Segment, routing: Routing) -> Tensor:
-        """The balance root, if any, from the first run's load factors; returns its losses."""
+        """Add the balance root, if any; returns its losses."""
         root, losses = auxiliary_losses(self.balance, routing, self.batch, segment.load_factors)
         segment.roots += [] if root is None else [_edge(root)]
         return losses
@@ -290,14 +290,11 @@ class ChunkPass:
         assert self.loss_scale is not None, "a pass without a graph has no backward"
         if index == len(self.layers):
             return [self.output_grad if self.output_grad is not None else self.loss_scale]
-        gradients = [arrived[0], self.output_grad]
+        combined, *weights = arrived
         if segment.route is not None:
-            plan = segment.route.plan
-            gradients = [
-                sum_ranks(arrived[0], plan),
-                self.output_grad,
-                sum_rank_weights(arrived[1], plan),
-            ]
+            combined = sum_ranks(combined, segment.route.plan)
+            weights = [sum_rank_weights(weights[0], segment.route.plan)]
+        gradients = [combined, self.output_grad, *weights]
         return gradients + [self.loss_scale] * (len(segment.roots) - len(gradients))
 
 
