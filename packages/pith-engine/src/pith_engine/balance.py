@@ -1,4 +1,4 @@
-"""Load balancing of experts: auxiliary losses, the selection bias, and the load that a run shows.
+"""Load balancing of experts: auxiliary losses, the selection bias, the load that a run shows.
 
 For the N members of a router's pool, c_i how often counted tokens chose i, and s_ti the normalised
 score of token t,
@@ -6,9 +6,9 @@ score of token t,
     f_i = N c_i / sum over j of c_j     P_i = mean over the n counted tokens of s_ti
     L   = sum over i of f_i P_i
 
-which is 1 when the load is even, whatever the top-k (Hugging Face's value is k times this). The
-gradient of a step is that of `coefficient / (global count) * sum over layers and tokens t of
-sum_i f_i s_ti`; only the scores carry a gradient, and the methods differ in what f is counted over:
+which is 1 when the load is even, whatever the top-k (Hugging Face's value is k times this). A token
+counts when its target is not ignored. The gradient of a step is that of the coefficient times the
+sum of L over layers, through the scores alone; the methods differ in what f is counted over:
 
     method        c counted over                        depends on micro-batch size   source, arXiv
     micro-batch   the sequences of one micro-batch      yes                           2101.03961
@@ -18,7 +18,7 @@ sum_i f_i s_ti`; only the scores carry a gradient, and the methods differ in wha
 
 `global-batch` takes the step before (even load at the first): the frequencies of a batch are not
 known at its first backward. The router z-loss (2202.08906), mean over counted tokens of
-logsumexp(logits)^2, goes with any of them. A token counts when its target is not ignored.
+logsumexp(logits)^2, goes with any of them.
 
 The trap: no value may depend on how sequences fall into micro-batches or ranks, so sums are
 returned, and the caller divides by the global count as for token losses.
@@ -38,7 +38,6 @@ from pith_engine.mesh import Axis
 from pith_engine.runtime import all_reduce
 
 BalanceMethod = Literal["none", "micro-batch", "sequence", "global-batch", "bias"]
-"""The rows of the table above, and `none`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +87,9 @@ def count_choices(routing: Routing, batch: Batch, method: BalanceMethod) -> Tens
 def load_factors(
     method: BalanceMethod, counts: Tensor, previous: Tensor | None, cp: Axis
 ) -> Tensor | None:
-    """The file docstring's f, `[B, N]` float64; None for a method without an auxiliary loss.
+    """f, `[B, N]` float64, from the `counts` of `count_choices`; None without an auxiliary loss.
 
-    `counts` of `count_choices` are summed over the cp axis, which shares sequences; `previous`
-    `[N]` are the choices of the step before, None before the first.
+    `previous` `[N]` are the choices of the step before, None before the first.
     """
     match method:
         case "none" | "bias":
@@ -120,10 +118,9 @@ def router_z_loss(routing: Routing, batch: Batch) -> Tensor:
 def auxiliary_losses(
     config: BalanceConfig, routing: Routing, batch: Batch, factors: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """What a layer adds to the loss of a micro-batch, before the division by the global count.
+    """A layer's weighted sum of balance loss and z-loss, None when both are off.
 
-    That is coefficient * balance loss + z_coefficient * z-loss, None when nothing is added; and
-    both without coefficients, `[2]` float64 without gradient, 0 for what is off.
+    And both without coefficients, `[2]` float64 without gradient.
     """
     terms, values = [], torch.zeros(2, dtype=torch.float64, device=routing.scores.device)
     if factors is not None:
@@ -141,7 +138,7 @@ def auxiliary_losses(
 def update_balance_biases(
     parameters: Iterable[ShardedParameter], counts: Mapping[int, Tensor], rate: float
 ) -> None:
-    """Once a step, after the optimizer: bias += rate * sign(mean - count), on this rank's blocks.
+    """After the optimizer: bias += rate * sign(mean - count), on this rank's blocks.
 
     DeepSeek-V3's form, without centring: the biases' mean may drift, which no selection notices.
     `counts` are `Pipeline.expert_counts`: integers, so every mesh makes the same update.
@@ -156,10 +153,10 @@ def update_balance_biases(
 
 
 def layer_loads(counts: Tensor) -> Tensor:
-    """How even the load of each layer is: `[L, 3]` float64 from choices `[L, N]` of a whole step.
+    """`[L, 3]` float64 from choices `[L, N]` of a whole step: how even each layer's load is.
 
-    Columns: the largest load over the mean (1 is even); members that nobody chose; the entropy of
-    the shares over log N (1 is even, 0 is one expert for all).
+    Columns: the largest over the mean; members that nobody chose; entropy of the shares over log N
+    (0 is one expert for all).
     """
     shares, pool = counts.double() / counts.sum(1, keepdim=True).clamp(min=1), counts.shape[1]
     entropies = shares[:, 0]  # a pool of one is even

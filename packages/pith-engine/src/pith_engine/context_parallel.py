@@ -1,8 +1,7 @@
 """Context parallelism: the ranks of the cp axis share every sequence.
 
 Zigzag: S tokens of a sequence are `2 * cp` blocks of L; rank r holds blocks r and `2 * cp - 1 - r`,
-one early and one late, so that causal attention costs every rank the same. Tokens, targets and
-positions are made first and cut afterwards (`shard_batch`); documents stay offsets into the whole.
+one early and one late, so that causal attention costs every rank the same.
 
 Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets those of rank j at
 
@@ -13,14 +12,13 @@ Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets thos
 and merges the parts by their LSE; the next hop is under way while a part is computed. Backward: the
 same round with the merged output and LSE; the gradients follow one hop behind, in fp32 or wider,
 and arrive home after the last. In latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) the latent
-and the rotary key that all heads share travel instead, from which every rank expands its heads,
-again in the backward.
+and the heads' common rotary key travel instead, and are expanded again in the backward.
 
 A sliding window needs no round: a block fetches the `window - 1` keys before it, wherever they lie,
 and returns their gradients.
 
-The trap: sums run in the order of the ring, which differs by rank but not from run to run; and all
-ranks of the axis must issue these exchanges in one order, as those of one pipeline stage do.
+The trap: all ranks of the axis must issue these exchanges in one order, as those of one pipeline
+stage do. Sums run in the order of the ring, which differs by rank but not from run to run.
 """
 
 from collections.abc import Iterator
@@ -51,7 +49,7 @@ from pith_engine.runtime import Exchange, exchange
 
 
 def shard_batch(batch: Batch, cp: Axis) -> Batch:
-    """This rank's two blocks of every sequence of a whole micro-batch; itself when cp is 1.
+    """This rank's two blocks of every sequence; documents stay offsets into the whole.
 
     A ValueError when `2 * cp` does not divide the sequence length.
     """
@@ -88,8 +86,7 @@ def context_attention(
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, key, value = (x.unflatten(0, sequences) for x in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    call = _Call(batch, cp, scale, window or None, backend)
+    call = _Call(batch, cp, window or None, _settings(query, scale, backend))
     if cp.size == 1:
         _, _, visibility = call.meeting(0)
         out, _ = attention(query, key, value, sinks=sinks, visibility=visibility, **call.settings)
@@ -121,7 +118,7 @@ def latent_attention(
     scale: float | None = None,
     backend: AttentionBackend,
 ) -> Tensor:
-    """As `context_attention`, with keys and values expanded from a latent, again in the backward.
+    """As `context_attention`, with keys and values expanded from a latent.
 
     `query [T, Hq, Dn + Dr]`, `latent [T, R]`, `rotary_key [T, Dr]`, `kv_b [Hq * (Dn + Dv), R]` ->
     `[T, Hq, Dv]`. Of `kv_b_h latent`, the first Dn and the rotary key are head h's key, the rest
@@ -129,24 +126,18 @@ def latent_attention(
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, latent, rotary_key = (x.unflatten(0, sequences) for x in (query, latent, rotary_key))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    call = _Call(batch, cp, scale, None, backend)
+    call = _Call(batch, cp, None, _settings(query, scale, backend))
     return _Ring.apply(query, latent, rotary_key, kv_b, None, call).flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What one attention needs to know beside its tensors; spans are places in a sequence."""
+    """What one attention needs to know; spans are places in a sequence."""
 
     batch: Batch
     cp: Axis
-    scale: float
     window: int | None
-    backend: AttentionBackend
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"scale": self.scale, "backend": self.backend}
+    settings: dict[str, Any]  # arguments of every call of the operator
 
     @property
     def length(self) -> int:  # of an unsharded sequence
@@ -177,14 +168,14 @@ class _Call:
         return Visibility(causal=causal, window=self.window, offsets=offsets)
 
     def before(self, offsets: Tensor, spans: list[range]) -> Tensor:
-        """How many tokens of the spans of all sequences lie before each offset, int32."""
+        """Tokens of the spans of all sequences before each offset, int32."""
         counts = offsets // self.length * sum(map(len, spans))
         for span in spans:
             counts = counts + (offsets % self.length - span.start).clamp(0, len(span))
         return counts
 
     def meeting(self, source: int) -> tuple[slice, slice, Visibility]:
-        """Which rows of the queries here see which rows of a rank's keys, and how."""
+        """Rows of the queries here, rows of a rank's keys that they see, and how."""
         both, early, late = slice(None), slice(0, self.block), slice(self.block, None)
         if self.cp.size == 1:
             pair = None if self.offsets is None else (self.offsets, self.offsets)
@@ -197,8 +188,12 @@ class _Call:
         return late, both, self.visibility(mine[1:], theirs, causal=False)
 
     def reach(self, start: int) -> int:
-        """How many keys before the block that starts here its window shows."""
+        """Keys that the window shows before the block that starts here."""
         return min((self.window or 1) - 1, start)
+
+
+def _settings(query: Tensor, scale: float | None, backend: AttentionBackend) -> dict[str, Any]:
+    return {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "backend": backend}
 
 
 def _blocks_of(rank: int, cp: Axis) -> tuple[int, int]:
@@ -206,10 +201,7 @@ def _blocks_of(rank: int, cp: Axis) -> tuple[int, int]:
 
 
 class _Ring(torch.autograd.Function):
-    """Attention over the keys of all ranks.
-
-    `first` and `second` travel: keys and values, or with a `weight` latents and rotary keys.
-    """
+    """`first` and `second` travel: keys and values, or with a `weight` latents and rotary keys."""
 
     @staticmethod
     def forward(
@@ -273,7 +265,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _round(tensors: list[Tensor], cp: Axis) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield every rank and its tensors, own first, while the next ones are on their way."""
+    """Yield every rank and its tensors, own first, while the next are on their way."""
     tensors = [x.contiguous() for x in tensors]
     for step in range(cp.size - 1):
         hop, arriving = _hop(tensors, cp)
@@ -284,7 +276,7 @@ def _round(tensors: list[Tensor], cp: Axis) -> Iterator[tuple[int, list[Tensor]]
 
 
 def _hop(tensors: list[Tensor], cp: Axis) -> tuple[Exchange, list[Tensor]]:
-    """Start to send to the next rank, and what arrives from the one before."""
+    """Start to send to the next rank; what will arrive from the one before."""
     if cp.size == 1:
         return exchange([], [], cp), tensors
     arriving = [torch.empty_like(x) for x in tensors]
@@ -294,7 +286,7 @@ def _hop(tensors: list[Tensor], cp: Axis) -> tuple[Exchange, list[Tensor]]:
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a part to `out [B, S, Hq, Dv]` and `lse [B, Hq, S]` in place."""
+    """To `out [B, S, Hq, Dv]` and `lse [B, Hq, S]`, in place."""
     total = torch.logaddexp(lse, part_lse)
     shift = total.masked_fill(total == -torch.inf, 0.0)  # -inf - -inf would be NaN
     kept, added = ((x - shift).exp().transpose(1, 2)[..., None] for x in (lse, part_lse))
@@ -324,7 +316,7 @@ def _expand_backward(
 
 
 class _Halo(torch.autograd.Function):
-    """Each block here of keys and values `kv`, after what its window shows before it."""
+    """Each block here of keys and values, after what its window shows before it."""
 
     @staticmethod
     def forward(ctx: Any, kv: Tensor, call: _Call) -> tuple[Tensor, ...]:

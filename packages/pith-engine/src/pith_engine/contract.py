@@ -1,16 +1,16 @@
 """What a model must offer to the engine, and nothing about which model it is.
 
-A model is cut into chunks of decoder layers; the first also embeds, the last also computes the
-loss. A layer offers three methods, all that is particular to a model family:
+A model is cut into chunks of decoder layers, whose three methods hold all that is particular to a
+model family:
 
     attention(hidden, batch, chosen)       -> (tokens, residual, routing or None)
     experts(tokens, groups, weight_grads)  -> outputs, one row per row of `tokens`
     aggregate(combined, residual)          -> hidden
 
-The engine owns what stands between them (`dispatch`, `combine`) and everything that touches a
-routing weight. A dense layer returns `routing=None`; its `experts` receives `groups=None` and the
-tokens as they are. Shared experts, of every token, are computed inside `attention` and folded into
-`residual`. Every parameter is declared with `declare`; the units of `fsdp.py` replace it.
+The engine owns what stands between them and everything that touches a routing weight. A dense layer
+returns no routing; its `experts` receives `groups=None` and the tokens as they are. Shared experts,
+of every token, are computed inside `attention` and folded into `residual`. Every parameter is
+declared with `declare`; the units of `fsdp.py` replace it.
 
 T tokens of a micro-batch on this rank, H hidden size, K top-k, N router pool size, P (token,
 expert) pairs received by this rank, D documents.
@@ -73,7 +73,7 @@ class Role(Enum):
 
 
 class DeclaredParameter(nn.Parameter):
-    """A parameter on the meta device that carries its declaration until a unit replaces it.
+    """A parameter on the meta device, until a unit replaces it.
 
     `std` is that of the initial normal values, None for a constant (1 for norms, else 0). `parts`
     names the canonical tensors of equal size stored one after the other along the last dim but one;
@@ -88,9 +88,9 @@ class DeclaredParameter(nn.Parameter):
 def declare(
     shape: tuple[int, ...], role: Role, *, std: float | None = None, parts: tuple[str, ...] = ()
 ) -> DeclaredParameter:
-    """Declare a parameter by its shape on this rank before data-parallel sharding.
+    """Declare a parameter by its shape before data-parallel sharding; experts `[E / ep, ...]`.
 
-    Experts are `[E / ep, ...]`; a stored `[E, 2 * I, H]` may have parts `("gate_proj", "up_proj")`.
+    A stored `[E, 2 * I, H]` may have parts `("gate_proj", "up_proj")`.
     """
     parameter = DeclaredParameter(torch.empty(shape, device="meta"))
     parameter.role, parameter.std, parameter.parts = role, std, parts
@@ -121,7 +121,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a router decided for the tokens of one micro-batch."""
+    """What a router decided for one micro-batch."""
 
     expert_ids: Tensor
     """`[T, K]` int32, -1 for "sent nowhere"."""
@@ -130,13 +130,13 @@ class Routing:
     scores: Tensor
     """`[T, N]` normalised over the router's own pool, differentiable."""
     chosen: Tensor
-    """`[T, K]` int32 ids in the router's own pool."""
+    """`[T, K]` int32 ids in the router's own pool; `expert_ids` where that is the experts."""
     logits: Tensor
     """`[T, N]` what the scores were made from, differentiable."""
 
 
 class DecoderLayer(Protocol):
-    """The three methods of a layer; the engine calls nothing else."""
+    """All that the engine calls of a layer."""
 
     num_local_experts: int
     """Experts held on this rank; 0 for a dense layer."""
@@ -146,8 +146,7 @@ class DecoderLayer(Protocol):
     ) -> tuple[Tensor, Tensor, Routing | None]:
         """`[T, H]` -> tokens for the experts `[T, H]`, residual `[T, H]`, routing.
 
-        When recomputed, the router takes `chosen`, the `Routing.chosen` of the first run, instead
-        of choosing; a dense layer has no use for it.
+        In a recomputation the router takes `chosen`, the `Routing.chosen` of the first run.
         """
         ...
 
@@ -186,19 +185,16 @@ class ModelChunk(nn.Module):
         raise NotImplementedError
 
     def loss(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Last chunk: the sum of token losses, in fp32 or wider; full logits never exist."""
+        """Last chunk: the sum of token losses, in fp32 or wider, without full logits."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Last chunk: hidden `[T, H]` -> logits `[T, V]`, for evaluation and comparisons."""
+        """Last chunk: hidden `[T, H]` -> logits `[T, V]`, for comparisons."""
         raise NotImplementedError
 
 
 def plain_layer(layer: DecoderLayer, hidden: Tensor, batch: Batch) -> tuple[Tensor, Routing | None]:
-    """Run one layer, which holds all experts, with autograd alone: the reference of every model.
-
-    It shares nothing with the dispatch that it checks.
-    """
+    """Run one layer, which holds all experts, by autograd alone, as a reference of its dispatch."""
     tokens, residual, routing = layer.attention(hidden, batch)
     if routing is None:
         return layer.aggregate(layer.experts(tokens, None, None), residual), None

@@ -42,9 +42,9 @@ class Route:
     plan: DispatchPlan
     """The sender's index maths."""
     sent: list[int]
-    """Rows sent to each rank, `[R]`."""
+    """Rows to each rank, `[R]`."""
     received: list[int]
-    """Rows received from each rank, `[R]`."""
+    """Rows from each rank, `[R]`."""
     expert_sizes: list[int]
     """Pairs received for each local expert."""
 
@@ -77,7 +77,7 @@ def route_tokens(routing: Routing, num_local_experts: int, axis: Axis) -> Route:
 
 
 def pack_tokens(tokens: Tensor, route: Route) -> Tensor:
-    """Tokens (or gradients of combined tokens) `[T, H]` -> rows in send order `[N, H]`."""
+    """Tokens, or gradients of combined ones, `[T, H]` -> rows in send order `[N, H]`."""
     return tokens.detach()[route.plan.send_tokens]
 
 

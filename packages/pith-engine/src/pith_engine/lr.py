@@ -9,8 +9,8 @@ With step t from 1, total steps S, warmup steps W, decay steps D and final ratio
     wsd       t >  S - D    1 - (1 - r) * (t - (S - D)) / D, and 1 before     (arXiv 2404.06395)
 
 WSD (warmup, stable, decay) decays linearly (arXiv 2405.18392); its stable part ignores S, so a run
-can be prolonged. Where its warmup and decay meet, the smaller factor holds. A run that is too short
-for its peak rate is no error: it may be a trial of a few steps.
+can be prolonged. Where its warmup and decay meet, the smaller factor holds. A run too short for its
+peak rate is no error: it may be a trial.
 """
 
 from dataclasses import dataclass

@@ -81,15 +81,15 @@ class Operation:
     """One entry of a list that the executor runs in order."""
 
     kind: OperationKind
-    """What to do."""
+    """What it does."""
     index: int
     """Segment or layer of the chunk."""
     stream: Stream
-    """Where."""
+    """Where it runs."""
     waits: tuple[int, ...]
     """Earlier positions, on other streams, that must be complete."""
     frees: tuple[Value, ...]
-    """Outputs that the host drops once this is enqueued."""
+    """Outputs that the host drops once it is enqueued."""
 
     @property
     def value(self) -> Value:

@@ -1,4 +1,4 @@
-"""Pipeline schedules as tables of facts: what each rank computes and transfers, in which order.
+"""Pipeline schedules as tables: what each rank computes and transfers, in which order.
 
 The model is cut into `2 * pp` chunks placed in a V: rank r holds chunks r and `2 * pp - 1 - r`, so
 rank 0 embeds and takes the loss, and the last rank passes on without a transfer. `dualpipev` is
@@ -6,12 +6,12 @@ DeepSeek's DualPipeV (https://github.com/deepseek-ai/DualPipe, from arXiv 2412.1
 `forward_only` serves evaluation.
 
 Before the action of slot k a rank issues one batched exchange: the sends of slot k-1 and the
-receives of slot k, for which the action waits. One more after the last slot carries its sends. A
-received tensor may be used in a later slot.
+receives of slot k, for which the action waits even if a later slot uses them. One more after the
+last slot carries its sends.
 
 The trap: a batched exchange is a meeting. NCCL runs the batches of a rank one after the other, each
 until all its transfers are done, so a send whose receive is posted late holds up everything behind
-it, and crossing meetings deadlock: posting each receive just before it is needed does.
+it, and crossing meetings, as of receives posted just before they are needed, deadlock.
 `_with_transfers` therefore places a receive before the first action that, at unit costs, starts no
 earlier than the sender is done: no rank then waits longer than for the data itself (`simulate.py`).
 """
@@ -174,7 +174,7 @@ def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
 
 
 def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Action]:
-    """The compute order of one rank; F0, B1 ...: its first and second chunk."""
+    """The order of one rank; F0, B1 ...: its first and second chunk."""
     first, second = rank, 2 * pp - 1 - rank
     forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
     overlap, backward_input = ActionKind.OVERLAP, ActionKind.BACKWARD_INPUT
@@ -205,7 +205,7 @@ def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Actio
 
 
 def _numbered(steps: list[tuple[ActionKind, int]], both: int) -> list[Action]:
-    """Number the micro-batches of each chunk's forwards and backwards; `both` sums the chunks."""
+    """Number the micro-batches; `both` is the sum of the rank's chunks."""
     forwards, backwards = defaultdict(count), defaultdict(count)
     deferred: deque[tuple[int, int]] = deque()
     actions = []
@@ -228,7 +228,7 @@ def _numbered(steps: list[tuple[ActionKind, int]], both: int) -> list[Action]:
 
 
 def _with_transfers(rows: list[list[Action]]) -> ScheduleTable:
-    """Send every output at once; receive it where, by `_unit_times`, nobody waits."""
+    """Send every output at once; receive it where nobody waits."""
     pp = len(rows)
     starts, made = _unit_times(rows)
     receives: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)

@@ -22,7 +22,7 @@ from pith_engine.schedule import (
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """One batched exchange of a rank, and those of other ranks that it must meet."""
+    """One batched exchange of a rank, and those that it must meet."""
 
     rank: int
     """Who issues it."""
@@ -35,11 +35,10 @@ class Meeting:
 def check_schedule(
     table: ScheduleTable, num_micro_batches: int, *, has_backward: bool = True
 ) -> None:
-    """Prove that a table computes everything once, in order, without deadlock, in bounded memory.
+    """Prove that a table computes and transfers everything once, in order, without deadlock.
 
-    Without backwards no activation is kept. A ValueError names what is missing, repeated, foreign,
-    out of order, not sent and received once in time between the right ranks, or deadlocked; or a
-    rank that holds more than `2 * pp + 1` activations at once.
+    And that no rank holds more than `2 * pp + 1` activations at once; without backwards it keeps
+    none. Else a ValueError.
     """
     pp = len(table)
     for rank, row in enumerate(table):
@@ -53,10 +52,7 @@ def check_schedule(
 
 
 def peak_live(row: tuple[Slot, ...]) -> int:
-    """Most activations (chunk-micro-batches) a rank holds at once.
-
-    One lives from its forward to its BACKWARD or WEIGHT; during an OVERLAP new and old both live.
-    """
+    """Most activations a rank holds at once: each from its forward to its BACKWARD or WEIGHT."""
     live = peak = 0
     for slot in row:
         kinds = [part.kind for part in slot.action.parts]
@@ -70,8 +66,7 @@ def meetings(table: ScheduleTable) -> tuple[Meeting, ...]:
     """Every exchange of every rank, in an order in which they can complete.
 
     One starts when the rank's previous exchange and action are over, and is over when all its
-    partners have started. A ValueError names a send and a receive that do not match in order, or
-    the exchanges that wait for each other.
+    partners have started. A ValueError when sends and receives do not match, or on a deadlock.
     """
     partners = _partners(table)
     started = [0] * len(table)  # the exchange that each rank has reached
@@ -116,8 +111,7 @@ def _check_compute(
             case _:
                 if not deferred or deferred.popleft() != work:
                     raise ValueError(
-                        f"rank {rank}: weight of {work} is not the oldest deferred one; weights "
-                        "run once, in the order of their backward inputs"
+                        f"rank {rank}: weight of {work} is not the oldest deferred one"
                     )
     if deferred:
         raise ValueError(f"rank {rank}: deferred weights of {list(deferred)} are never run")
@@ -136,7 +130,7 @@ def _check_compute(
 
 
 def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
-    """Inputs are made or received before their use, outputs sent once made, each exactly once."""
+    """Inputs are made or received before their use, outputs sent once made, each once."""
     received, made, sent, used = set[Output](), set[Output](), set[Output](), set[Output]()
     for k, slot in enumerate(row):
         where = f"rank {rank}, slot {k}"
@@ -164,7 +158,7 @@ def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
 
 
 def _partners(table: ScheduleTable) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """For each (rank, exchange), the exchanges at the other end of its transfers."""
+    """(rank, exchange) -> the exchanges at the other end of its transfers."""
     sent: defaultdict[tuple[int, int], list[tuple[int, Output]]] = defaultdict(list)
     received: defaultdict[tuple[int, int], list[tuple[int, Output]]] = defaultdict(list)
     for rank, row in enumerate(table):

@@ -1,4 +1,4 @@
-"""Run a schedule table with given costs: when each slot runs, the bubble, the live activations.
+"""Run a schedule table with given costs: when each slot runs, and the bubble.
 
 The rules are the executor's (`schedule.py`), waits for late receives included. With one cost for
 all chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek DualPipe):
@@ -66,7 +66,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time each rank computes."""
+        """Of each rank."""
         rows = zip(self.starts, self.ends, strict=True)
         return tuple(sum(e - s for s, e in zip(*row, strict=True)) for row in rows)
 
@@ -88,7 +88,7 @@ def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
         raise ValueError(f"costs hold {len(costs.forward)} chunks; {len(table)} ranks have twice")
     starts: list[list[float]] = [[] for _ in table]
     ends: list[list[float]] = [[] for _ in table]
-    # Start of every exchange reached so far; `meetings` orders them so that partners are known.
+    # Start of every exchange so far; `meetings` orders them so that partners are known.
     begun = {(rank, 0): 0.0 for rank in range(len(table))}
     for meeting in meetings(table):
         rank, position = meeting.rank, meeting.position

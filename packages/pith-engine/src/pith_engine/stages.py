@@ -13,8 +13,7 @@ is built once more. The inputs of `experts` are the rows that arrived, so no all
 those of a segment are its leaves and the expert ids that the forward chose. Statistics are those of
 the first run. The last segment keeps its graph: its loss is fused and has no logits to save.
 
-Gradients are final: those of the loss and balance roots, which hold their coefficients, are
-1 / (global target count); nothing is rescaled afterwards.
+Gradients are final: those of the loss and balance roots are 1 / (global target count).
 
 The trap: when a result is dropped is part of the list (`Operation.frees`), so no tensor that
 communication made may be kept past it: `open_metadata` copies. Only rows kept for recomputation
@@ -23,7 +22,7 @@ are, and `overlap.py` proves when they may be dropped.
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from pith_ops.dispatch import (
@@ -101,42 +100,37 @@ class Streams:
         done.append(event)
 
 
+@dataclass(eq=False)
 class ChunkPass:
-    """One micro-batch in one chunk: its stages' graphs, and the results on their way.
+    """One micro-batch in one chunk: its stages' graphs, and what it found."""
 
-    `place` is (chunk, micro-batch), `hidden` the chunk's input `[T, H]` (None for the first chunk),
-    `loss_scale` the scalar 1 / (global target count), None for evaluation, which keeps no graph;
-    `recompute` as for its operations, `previous_counts` as in `Pipeline.expert_counts`.
-    """
+    chunk: ModelChunk
+    batch: Batch
+    mesh: Mesh
+    _: KW_ONLY
+    place: tuple[int, int]
+    """Chunk, micro-batch."""
+    hidden: Tensor | None
+    """The chunk's input `[T, H]`; None for the first chunk."""
+    balance: BalanceConfig
+    loss_scale: Tensor | None
+    """The scalar 1 / (global target count); None for evaluation, which keeps no graph."""
+    recompute: Recompute = "none"
+    previous_counts: Mapping[int, Tensor] = field(default_factory=dict)
+    """As in `Pipeline.expert_counts`."""
 
-    def __init__(
-        self,
-        chunk: ModelChunk,
-        batch: Batch,
-        mesh: Mesh,
-        *,
-        place: tuple[int, int],
-        hidden: Tensor | None,
-        balance: BalanceConfig,
-        loss_scale: Tensor | None,
-        recompute: Recompute = "none",
-        previous_counts: Mapping[int, Tensor] | None = None,
-    ):
-        self.chunk, self.batch, self.mesh, self.balance = chunk, batch, mesh, balance
-        self.layers: list[DecoderLayer] = chunk.decoder_layers()
-        self.place, self.hidden, self.loss_scale = place, hidden, loss_scale
-        self.recompute: Recompute = recompute
+    def __post_init__(self):
+        self.layers: list[DecoderLayer] = self.chunk.decoder_layers()
         self.segments: dict[int, Segment] = {}
         self.expert_calls: dict[int, tuple[Tensor, Tensor, Arrival | None]] = {}
         """Leaf, root and order of the rows of a layer's experts; no order for a dense layer."""
         self.kept_rows: dict[int, tuple[Tensor, Arrival | None]] = {}
         """What arrived at experts that are to be recomputed."""
         self.weight_grads = WeightGradQueue()
-        self.previous_counts = previous_counts or {}
         self.expert_counts: list[Tensor] = []
-        self.auxiliary_sums = batch.tokens.new_zeros(2, dtype=torch.float64)
+        self.auxiliary_sums = self.batch.tokens.new_zeros(2, dtype=torch.float64)
         """Balance loss and z-loss."""
-        self.loss_sum = batch.tokens.new_zeros((), dtype=torch.float64)
+        self.loss_sum = self.batch.tokens.new_zeros((), dtype=torch.float64)
         self.output: Tensor | None = None
         self.output_grad: Tensor | None = None
         """What flows along the residual into the next backward segment."""
@@ -146,7 +140,13 @@ class ChunkPass:
         """Aggregate layer index - 1, run attention of layer `index`; returns rows to dispatch."""
         segment = self.segments[index] = Segment(leaves=self._segment_leaves(index, arrived))
         if index == len(self.layers):
-            self._finish(segment)
+            root = hidden = self._enter(index, segment.leaves)
+            if self.chunk.is_last:
+                root = self.chunk.loss(hidden, self.batch)
+                self.loss_sum += root.detach()
+            else:
+                self.output = hidden.detach()
+            segment.roots = [_edge(root)]
             return ()
         with self._graph(kept=self.recompute != "attention+experts"):
             tokens, segment.residual, routing = self._run_segment(index, segment)
@@ -207,7 +207,16 @@ class ChunkPass:
     def backward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Backward of a segment; returns the gradient rows of the layer below it."""
         segment = self.segments.pop(index)
-        gradients = self._root_gradients(index, segment, arrived)
+        assert self.loss_scale is not None, "a pass without a graph has no backward"
+        if index == len(self.layers):
+            gradients = [self.loss_scale if self.output_grad is None else self.output_grad]
+        else:
+            combined, *weights = arrived
+            if segment.route is not None:
+                combined = sum_ranks(combined, segment.route.plan)
+                weights = [sum_rank_weights(weights[0], segment.route.plan)]
+            gradients = [combined, self.output_grad, *weights]
+        gradients += [self.loss_scale] * (len(segment.roots) - len(gradients))
         pairs = zip(segment.roots, gradients, strict=True)
         roots, gradients = zip(*[pair for pair in pairs if pair[0] is not None], strict=True)
         torch.autograd.backward(roots, gradients)
@@ -274,28 +283,6 @@ class ChunkPass:
         root, losses = auxiliary_losses(self.balance, routing, self.batch, segment.load_factors)
         segment.roots += [] if root is None else [_edge(root)]
         return losses
-
-    def _finish(self, segment: Segment) -> None:
-        root = hidden = self._enter(len(self.layers), segment.leaves)
-        if self.chunk.is_last:
-            root = self.chunk.loss(hidden, self.batch)
-            self.loss_sum += root.detach()
-        else:
-            self.output = hidden.detach()
-        segment.roots = [_edge(root)]
-
-    def _root_gradients(
-        self, index: int, segment: Segment, arrived: tuple[Tensor, ...]
-    ) -> list[Tensor | None]:
-        assert self.loss_scale is not None, "a pass without a graph has no backward"
-        if index == len(self.layers):
-            return [self.output_grad if self.output_grad is not None else self.loss_scale]
-        combined, *weights = arrived
-        if segment.route is not None:
-            combined = sum_ranks(combined, segment.route.plan)
-            weights = [sum_rank_weights(weights[0], segment.route.plan)]
-        gradients = [combined, self.output_grad, *weights]
-        return gradients + [self.loss_scale] * (len(segment.roots) - len(gradients))
 
 
 def run_operations(
