@@ -10,11 +10,11 @@ which is 1 when the load is even, whatever the top-k (Hugging Face's value is k 
 counts when its target is not ignored. The gradient of a step is that of the coefficient times the
 sum of L over layers, through the scores alone; the methods differ in what f is counted over:
 
-    method        c counted over                        depends on micro-batch size   source, arXiv
-    micro-batch   the sequences of one micro-batch      yes                           2101.03961
-    sequence      each sequence                         no                            2412.19437
-    global-batch  the whole global batch, step before   no                            2501.11873
-    bias          no loss: `update_balance_biases`      no                            2408.15664
+    method        c counted over                         source, arXiv
+    micro-batch   the sequences of one micro-batch       2101.03961
+    sequence      each sequence                          2412.19437
+    global-batch  the whole global batch, step before    2501.11873
+    bias          no loss: `update_balance_biases`       2408.15664
 
 `global-batch` takes the step before (even load at the first): the frequencies of a batch are not
 known at its first backward. The router z-loss (2202.08906), mean over counted tokens of
@@ -42,7 +42,7 @@ BalanceMethod = Literal["none", "micro-batch", "sequence", "global-batch", "bias
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """How experts are kept evenly loaded; equal on every mesh, at one micro-batch size b."""
+    """How experts are kept evenly loaded; b is the micro-batch size."""
 
     method: BalanceMethod = "sequence"
     """Auxiliary loss over each `sequence`, or over the `global-batch` with the frequencies of the
@@ -75,7 +75,7 @@ class BalanceConfig:
 
 
 def count_choices(routing: Routing, batch: Batch, method: BalanceMethod) -> Tensor:
-    """`[B, N]` int64: choices of counted tokens by sequence with `sequence`, else in one row."""
+    """`[B, N]` int64, choices of counted tokens: a row a sequence with `sequence`, else one."""
     num_rows = batch.num_sequences if method == "sequence" else 1
     counted = batch.targets != IGNORED_TARGET
     valid = counted[:, None] & (routing.chosen >= 0)
@@ -140,8 +140,8 @@ def update_balance_biases(
 ) -> None:
     """After the optimizer: bias += rate * sign(mean - count), on this rank's blocks.
 
-    DeepSeek-V3's form, without centring: the biases' mean may drift, which no selection notices.
-    `counts` are `Pipeline.expert_counts`: integers, so every mesh makes the same update.
+    Without centring: the biases' mean may drift, which no selection notices. `counts` are
+    `Pipeline.expert_counts`: integers, so every mesh makes the same update.
     """
     for parameter in parameters:
         if parameter.role is Role.BALANCE_BIAS:

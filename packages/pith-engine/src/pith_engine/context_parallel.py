@@ -22,8 +22,7 @@ stage do. Sums run in the order of the ring, which differs by rank but not from 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,7 +85,7 @@ def context_attention(
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, key, value = (x.unflatten(0, sequences) for x in (query, key, value))
-    call = _Call(batch, cp, window or None, _settings(query, scale, backend))
+    call = _Call(query, batch, cp, scale, window, backend)
     if cp.size == 1:
         _, _, visibility = call.meeting(0)
         out, _ = attention(query, key, value, sinks=sinks, visibility=visibility, **call.settings)
@@ -126,33 +125,30 @@ def latent_attention(
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, latent, rotary_key = (x.unflatten(0, sequences) for x in (query, latent, rotary_key))
-    call = _Call(batch, cp, None, _settings(query, scale, backend))
+    call = _Call(query, batch, cp, scale, None, backend)
     return _Ring.apply(query, latent, rotary_key, kv_b, None, call).flatten(0, 1)
 
 
-@dataclass(frozen=True)
 class _Call:
-    """What one attention needs to know; spans are places in a sequence."""
+    """What one attention needs to know beside its tensors; spans are places in a sequence."""
 
-    batch: Batch
-    cp: Axis
-    window: int | None
-    settings: dict[str, Any]  # arguments of every call of the operator
-
-    @property
-    def length(self) -> int:  # of an unsharded sequence
-        return self.batch.sequence_length * self.cp.size
-
-    @property
-    def block(self) -> int:
-        return self.length // (2 * self.cp.size)
-
-    @cached_property
-    def offsets(self) -> Tensor | None:  # of documents and sequences in the unsharded tokens
-        documents = self.batch.documents
-        if documents is None:
-            return None
-        return sequence_offsets(documents, self.batch.num_sequences, self.length)
+    def __init__(
+        self,
+        query: Tensor,
+        batch: Batch,
+        cp: Axis,
+        scale: float | None,
+        window: int | None,
+        backend: AttentionBackend,
+    ):
+        self.cp, self.window = cp, window or None
+        self.length = batch.sequence_length * cp.size  # of an unsharded sequence
+        self.block = self.length // (2 * cp.size)
+        self.offsets = batch.documents  # and of sequences, in the unsharded tokens
+        if self.offsets is not None:
+            self.offsets = sequence_offsets(self.offsets, batch.num_sequences, self.length)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        self.settings: dict[str, Any] = {"scale": scale, "backend": backend}
 
     def spans(self, rank: int) -> list[range]:
         starts = [block * self.block for block in _blocks_of(rank, self.cp)]
@@ -161,7 +157,7 @@ class _Call:
     def visibility(
         self, queries: list[range], keys: list[range], causal: bool = True
     ) -> Visibility:
-        """Of the keys in these spans; a document's part of each is one segment."""
+        """Of keys in these spans; a document's part of each is one segment."""
         offsets = self.offsets
         if offsets is not None:
             offsets = (self.before(offsets, queries), self.before(offsets, keys))
@@ -190,10 +186,6 @@ class _Call:
     def reach(self, start: int) -> int:
         """Keys that the window shows before the block that starts here."""
         return min((self.window or 1) - 1, start)
-
-
-def _settings(query: Tensor, scale: float | None, backend: AttentionBackend) -> dict[str, Any]:
-    return {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "backend": backend}
 
 
 def _blocks_of(rank: int, cp: Axis) -> tuple[int, int]:

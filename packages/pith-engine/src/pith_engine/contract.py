@@ -1,4 +1,4 @@
-"""What a model must offer to the engine, and nothing about which model it is.
+"""What a model must offer to the engine, whichever model it is.
 
 A model is cut into chunks of decoder layers, whose three methods hold all that is particular to a
 model family:
@@ -162,10 +162,7 @@ class DecoderLayer(Protocol):
 
 
 class ModelChunk(nn.Module):
-    """A run of consecutive layers, with the embedding if first and the head if last.
-
-    A model family fills `layers`, keyed by the global layer number, and implements the methods.
-    """
+    """Consecutive layers, keyed by global number, the embedding if first, the head if last."""
 
     layers: nn.ModuleDict
     is_first: bool

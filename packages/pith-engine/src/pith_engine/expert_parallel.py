@@ -13,8 +13,7 @@ maths of `pith_ops.dispatch`:
 `exchange_rows` is an all-to-all and nothing else, so that it can run on a communication stream.
 None of this is an autograd function: `stages.py` calls forward and backward in the order it wants.
 
-T tokens here, H hidden size, K top-k, R ranks of the axis, N rows sent by this rank, M rows
-received, P (row, expert) pairs received.
+T tokens here, H hidden size, K top-k, R ranks of the axis, N rows sent by this rank, M received.
 """
 
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from pith_engine.runtime import all_to_all
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Where the tokens of one layer and micro-batch go, in forward and backward."""
+    """Where the tokens of one layer and micro-batch go."""
 
     plan: DispatchPlan
     """The sender's index maths."""
@@ -46,7 +45,7 @@ class Route:
     received: list[int]
     """Rows from each rank, `[R]`."""
     expert_sizes: list[int]
-    """Pairs received for each local expert."""
+    """(Row, expert) pairs received for each local expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,7 @@ class Arrival:
     """How the rows that a rank received map to expert order."""
 
     weights: Tensor
-    """`[M, K]` routing weights of the received rows, 0 where the slot is not ours."""
+    """`[M, K]` of the received rows, 0 where the slot is not ours."""
     plan: ExpertPlan
     """Index maths of that order."""
 

@@ -20,7 +20,7 @@ from typing import Literal
 from pith_engine.violations import raise_violations
 
 DEFAULT_FINAL_RATIO = 0.1
-"""Final over peak rate of cosine and WSD: a tenfold decay (Chinchilla, arXiv 2203.15556)."""
+"""Of cosine and WSD: a tenfold decay (Chinchilla, arXiv 2203.15556)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,9 @@ l - 1 (l > 0) followed by the attention of layer l (l < L). It runs as
     forward   SEGMENT 0, DISPATCH 0, EXPERTS 0, COMBINE 0, SEGMENT 1, ..., SEGMENT L
     backward  SEGMENT L, COMBINE L-1, EXPERTS L-1, DISPATCH L-1, WEIGHT L-1, ..., SEGMENT 0
 
-where the backward's COMBINE and DISPATCH move gradients along the reverse of the forward's, EXPERTS
-takes the input gradient only and WEIGHT the weight gradients that EXPERTS deferred. Both sides
-share one compute stream; the all-to-alls of each have their own. Iteration i of a list enqueues,
-with l = i and j = num_backward_layers - 1 - i:
+where the backward's COMBINE and DISPATCH reverse the forward's, EXPERTS takes the input gradient
+and WEIGHT the weight gradients. Both sides share one compute stream; the all-to-alls of each have
+their own. Iteration i of a list enqueues, with l = i and j = num_backward_layers - 1 - i:
 
     1. F COMBINE l-1     runs under 2
     2. B SEGMENT j+1     after its recomputation, if any
@@ -22,8 +21,8 @@ with l = i and j = num_backward_layers - 1 - i:
     9. F EXPERTS l       waits for 6
 
 1 stands before 2: behind the many launches of a segment it would start late and run exposed. 4 ends
-with the host reading counts, and 5 is what the device does meanwhile. Every rank of an ep axis runs
-the same list, so collectives meet in one order.
+with the host reading counts, and 5 is what the device does meanwhile. All ranks of an ep axis run
+one list, so collectives meet in one order.
 
 The trap is memory: what the host drops goes back to the pool of the stream it was made on, which
 may hand it out again before another stream has read it. So a value is freed only where every later
@@ -40,7 +39,7 @@ from itertools import product
 from typing import Literal
 
 Recompute = Literal["none", "experts", "attention+experts"]
-"""Which stages keep their inputs only, and run again before their backward."""
+"""Which stages keep only their inputs, and run again before their backward."""
 
 
 class OperationKind(Enum):

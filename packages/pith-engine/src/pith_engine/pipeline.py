@@ -5,7 +5,7 @@ For each slot of its row of the table, a rank
     1. starts one batched exchange: the sends of the previous slot and the receives of this one,
     2. waits for the receives and drops what earlier exchanges have sent,
     3. runs the action: the operations of `overlap.py` for a forward, a backward, or both,
-    4. passes the results on: to the other chunk when it is on this rank, else to the next exchange.
+    4. keeps the results for the other chunk of this rank or for the next exchange.
 
 Only `hidden` and its gradient travel, `[T, H]` in the compute dtype, one shape for the whole run;
 every rank reads the micro-batches itself.
@@ -64,8 +64,7 @@ class StepLosses:
 class Pipeline:
     """Runs whole steps of a model over the pp axis, with this rank's two chunks, lower one first.
 
-    `dtype` is the compute dtype, that of `hidden`. A ValueError for another number of chunks, or a
-    `balance` that is out of range.
+    `dtype` is the compute dtype. A ValueError for other chunks, or a `balance` out of range.
     """
 
     def __init__(
@@ -109,12 +108,12 @@ class Pipeline:
         return losses
 
     def saved_counts(self) -> dict[int, list[int]]:
-        """`expert_counts` of the whole model, for JSON; all ranks of `pp` call it."""
+        """`expert_counts` of the whole model; all ranks of `pp` call it."""
         own = {layer: counts.tolist() for layer, counts in self.expert_counts.items()}
         return {layer: c for part in gather_objects(own, self.mesh.pp) for layer, c in part.items()}
 
     def restore_counts(self, saved: Mapping[str, list[int]]) -> None:
-        """Set `expert_counts` from `saved_counts`, whose keys JSON made strings, of any mesh."""
+        """Set `expert_counts` from `saved_counts` of any mesh, whose keys JSON made strings."""
         self.expert_counts = {
             int(number): torch.tensor(saved[number], dtype=torch.int64, device=self.device)
             for chunk in self.chunks.values()

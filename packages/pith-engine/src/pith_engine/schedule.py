@@ -10,10 +10,10 @@ receives of slot k, for which the action waits even if a later slot uses them. O
 last slot carries its sends.
 
 The trap: a batched exchange is a meeting. NCCL runs the batches of a rank one after the other, each
-until all its transfers are done, so a send whose receive is posted late holds up everything behind
-it, and crossing meetings, as of receives posted just before they are needed, deadlock.
-`_with_transfers` therefore places a receive before the first action that, at unit costs, starts no
-earlier than the sender is done: no rank then waits longer than for the data itself (`simulate.py`).
+until all its transfers are done, so a receive posted late holds up everything behind its send, and
+crossing meetings, as of receives posted just before they are needed, deadlock. So a receive stands
+before the first action that, at unit costs, starts no earlier than the sender is done: no rank then
+waits longer than for the data itself (`simulate.py`).
 """
 
 from bisect import bisect_left
@@ -44,11 +44,11 @@ class Action:
     chunk: int
     """Of an OVERLAP, the one that runs forward."""
     micro_batch: int
-    """That of the chunk."""
+    """Its micro-batch."""
     backward_chunk: int | None = None
-    """OVERLAP only: the chunk that runs its BACKWARD."""
+    """OVERLAP only: what runs its BACKWARD."""
     backward_micro_batch: int | None = None
-    """OVERLAP only: that of the backward chunk."""
+    """Its micro-batch."""
 
     @cached_property
     def parts(self) -> tuple["Action", ...]:

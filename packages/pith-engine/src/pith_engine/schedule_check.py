@@ -96,16 +96,17 @@ def _check_compute(
     rank: int, row: tuple[Slot, ...], pp: int, num_micro_batches: int, has_backward: bool
 ) -> None:
     """Each chunk runs each micro-batch once, ascending; weights follow their inputs in order."""
-    forwards, backwards, deferred = [], [], deque()
+    forwards, backwards = defaultdict(list), defaultdict(list)
+    deferred = deque[tuple[int, int]]()
     for part in (part for slot in row for part in slot.action.parts):
         work = (part.chunk, part.micro_batch)
         match part.kind:
             case ActionKind.FORWARD:
-                forwards.append(work)
+                forwards[part.chunk].append(part.micro_batch)
             case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
-                if work not in forwards:
+                if part.micro_batch not in forwards[part.chunk]:
                     raise ValueError(f"rank {rank}: backward of {work} before its forward")
-                backwards.append(work)
+                backwards[part.chunk].append(part.micro_batch)
                 if part.kind is ActionKind.BACKWARD_INPUT:
                     deferred.append(work)
             case _:
@@ -117,15 +118,14 @@ def _check_compute(
         raise ValueError(f"rank {rank}: deferred weights of {list(deferred)} are never run")
     for what, done, wanted in (
         ("forward", forwards, num_micro_batches),
-        ("backward", backwards, num_micro_batches if has_backward else 0),
+        ("backward", backwards, num_micro_batches * has_backward),
     ):
-        for chunk in sorted({rank, 2 * pp - 1 - rank, *(c for c, _ in done)}):
+        for chunk in sorted({rank, 2 * pp - 1 - rank, *done}):
             expected = range(wanted if chunk_rank(chunk, pp) == rank else 0)
-            got = [micro_batch for c, micro_batch in done if c == chunk]
-            if got != list(expected):
+            if done[chunk] != list(expected):
                 raise ValueError(
-                    f"rank {rank}: chunk {chunk} runs {what} of micro-batches {got}; expected is "
-                    f"each of {expected} once, ascending"
+                    f"rank {rank}: chunk {chunk} runs {what} of micro-batches {done[chunk]}; "
+                    f"expected is each of {expected} once, ascending"
                 )
 
 

@@ -37,14 +37,12 @@ class ScheduleCosts:
         """How long one action runs."""
         total = 0.0
         for part in action.parts:
-            backward_input, weight = self.backward_input[part.chunk], self.weight[part.chunk]
-            durations = {
-                ActionKind.FORWARD: self.forward[part.chunk],
-                ActionKind.BACKWARD_INPUT: backward_input,
-                ActionKind.WEIGHT: weight,
-                ActionKind.BACKWARD: backward_input + weight,
-            }
-            total += durations[part.kind]
+            if part.kind is ActionKind.FORWARD:
+                total += self.forward[part.chunk]
+            if part.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
+                total += self.backward_input[part.chunk]
+            if part.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
+                total += self.weight[part.chunk]
         return total * self.overlap if action.kind is ActionKind.OVERLAP else total
 
 

@@ -4,14 +4,13 @@ A `ChunkPass` is one micro-batch on its way through one chunk. The stages are at
 experts, combine and aggregate; `aggregate` of a layer and `attention` of the next share one
 autograd graph, a segment. Segment 0 embeds or takes the chunk's input, the last ends with the loss
 or the chunk's output. Graphs never cross a boundary: what enters a segment or `experts` is a leaf,
-what leaves it is a root, and a stage's backward is one `torch.autograd.backward(roots, gradients)`
-whose leaves then hold the gradients that go on. So forward and backward of different micro-batches
-interleave in any order that `overlap.py` declares.
+what leaves it is a root, and after the backward of the roots the leaves hold the gradients that go
+on. So forward and backward of different micro-batches interleave as `overlap.py` declares.
 
 With recomputation a stage runs without a graph and keeps its inputs; before its backward the graph
 is built once more. The inputs of `experts` are the rows that arrived, so no all-to-all is repeated;
-those of a segment are its leaves and the expert ids that the forward chose. Statistics are those of
-the first run. The last segment keeps its graph: its loss is fused and has no logits to save.
+those of a segment are its leaves and the expert ids of the forward. Statistics are those of the
+first run. The last segment keeps its graph: its loss is fused and has no logits to save.
 
 Gradients are final: those of the loss and balance roots are 1 / (global target count).
 
