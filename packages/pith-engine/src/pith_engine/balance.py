@@ -3,12 +3,12 @@
 For the N members of a router's pool, c_i how often counted tokens chose i, and s_ti the normalised
 score of token t,
 
-    f_i = N c_i / sum over j of c_j     P_i = mean over the n counted tokens of s_ti
+    f_i = N c_i / sum over j of c_j     P_i = mean over the counted tokens of s_ti
     L   = sum over i of f_i P_i
 
 which is 1 when the load is even, whatever the top-k (Hugging Face's value is k times this). A token
-counts when its target is not ignored. The gradient of a step is that of the coefficient times the
-sum of L over layers, through the scores alone; the methods differ in what f is counted over:
+counts when its target is not ignored. A step adds the coefficient times the sum of L over layers,
+whose gradient goes through the scores alone; the methods differ in what f is counted over:
 
     method        c counted over                         source, arXiv
     micro-batch   the sequences of one micro-batch       2101.03961
@@ -42,18 +42,18 @@ BalanceMethod = Literal["none", "micro-batch", "sequence", "global-batch", "bias
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """How experts are kept evenly loaded; b is the micro-batch size."""
+    """How experts are kept evenly loaded."""
 
     method: BalanceMethod = "sequence"
-    """Auxiliary loss over each `sequence`, or over the `global-batch` with the frequencies of the
-    step before: neither depends on b; over each `micro-batch`: depends on b. `bias`: no loss, a
-    bias that only selects. `none`: no balancing."""
+    """Auxiliary loss over each `sequence`, over the `global-batch` with the frequencies of the step
+    before, or over each `micro-batch`, which alone depends on its size. `bias`: no loss, a bias
+    that only selects. `none`: no balancing."""
     coefficient: float = 1e-3
     """Weight of the auxiliary loss (at least 0); `none` and `bias` do not read it."""
     bias_rate: float = 1e-3
     """What `bias` adds to or takes from an expert's bias in a step (above 0)."""
     z_coefficient: float = 0.0
-    """Weight of the router z-loss, with any method; 0 leaves it out. Does not depend on b."""
+    """Weight of the router z-loss, with any method; 0 leaves it out."""
 
     def violations(self) -> list[str]:
         """One line for each value that is not allowed."""
@@ -103,7 +103,7 @@ def load_factors(
 
 
 def balance_loss(routing: Routing, batch: Batch, factors: Tensor) -> Tensor:
-    """Sum over counted tokens and the pool of factor * score, a scalar in the scores' dtype."""
+    """Sum over counted tokens and the pool of factor * score, in the scores' dtype."""
     num_rows, pool = factors.shape
     counted = (batch.targets != IGNORED_TARGET).view(num_rows, -1, 1)
     score_sums = (routing.scores.view(num_rows, -1, pool) * counted).sum(1)
@@ -111,7 +111,7 @@ def balance_loss(routing: Routing, batch: Batch, factors: Tensor) -> Tensor:
 
 
 def router_z_loss(routing: Routing, batch: Batch) -> Tensor:
-    """Sum over counted tokens of logsumexp(logits)^2, a scalar in the logits' dtype."""
+    """Sum over counted tokens of logsumexp(logits)^2, in the logits' dtype."""
     return (routing.logits.logsumexp(1).square() * (batch.targets != IGNORED_TARGET)).sum()
 
 
@@ -161,5 +161,5 @@ def layer_loads(counts: Tensor) -> Tensor:
     shares, pool = counts.double() / counts.sum(1, keepdim=True).clamp(min=1), counts.shape[1]
     entropies = shares[:, 0]  # a pool of one is even
     if pool > 1:
-        entropies = -torch.special.xlogy(shares, shares).sum(1) / log(pool)
+        entropies = torch.special.entr(shares).sum(1) / log(pool)
     return torch.stack([shares.amax(1) * pool, (counts == 0).sum(1).double(), entropies], dim=1)

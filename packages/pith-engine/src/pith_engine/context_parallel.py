@@ -10,7 +10,7 @@ Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets thos
     j > r   its late block sees both blocks of j, in full
 
 and merges the parts by their LSE; the next hop is under way while a part is computed. Backward: the
-same round with the merged output and LSE; the gradients follow one hop behind, in fp32 or wider,
+same round with the merged output and LSE; the gradients, in fp32 or wider, follow one hop behind
 and arrive home after the last. In latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) the latent
 and the heads' common rotary key travel instead, and are expanded again in the backward.
 
@@ -18,7 +18,7 @@ A sliding window needs no round: a block fetches the `window - 1` keys before it
 and returns their gradients.
 
 The trap: all ranks of the axis must issue these exchanges in one order, as those of one pipeline
-stage do. Sums run in the order of the ring, which differs by rank but not from run to run.
+stage do. The order of sums differs by rank but not from run to run.
 """
 
 from collections.abc import Iterator
@@ -171,7 +171,7 @@ class _Call:
         return counts
 
     def meeting(self, source: int) -> tuple[slice, slice, Visibility]:
-        """Rows of the queries here, rows of a rank's keys that they see, and how."""
+        """Rows of queries here, rows of a rank's keys that they see, and how."""
         both, early, late = slice(None), slice(0, self.block), slice(self.block, None)
         if self.cp.size == 1:
             pair = None if self.offsets is None else (self.offsets, self.offsets)
@@ -257,7 +257,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _round(tensors: list[Tensor], cp: Axis) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield every rank and its tensors, own first, while the next are on their way."""
+    """Every rank and its tensors, own first, while the next are on their way."""
     tensors = [x.contiguous() for x in tensors]
     for step in range(cp.size - 1):
         hop, arriving = _hop(tensors, cp)
@@ -330,7 +330,7 @@ class _Halo(torch.autograd.Function):
 
 
 def _exchange_halos(kv: Tensor, blocks: list[Tensor], call: _Call, *, home: bool) -> None:
-    """Add rows of `kv` to the halos of later blocks, or halos to the rows they are of (`home`)."""
+    """Add rows of `kv` to halos of later blocks, or (`home`) halos to the rows they are of."""
     cp, size = call.cp, call.block
     own, sends, receives, sums = _blocks_of(cp.rank, cp), [], [], []
     for block in range(2 * cp.size):

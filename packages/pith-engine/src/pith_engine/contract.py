@@ -1,16 +1,12 @@
 """What a model must offer to the engine, whichever model it is.
 
-A model is cut into chunks of decoder layers, whose three methods hold all that is particular to a
-model family:
+A model is cut into chunks of decoder layers. What is particular to a model family is in the three
+methods of a `DecoderLayer` and those of its `ModelChunk`.
 
-    attention(hidden, batch, chosen)       -> (tokens, residual, routing or None)
-    experts(tokens, groups, weight_grads)  -> outputs, one row per row of `tokens`
-    aggregate(combined, residual)          -> hidden
-
-The engine owns what stands between them and everything that touches a routing weight. A dense layer
-returns no routing; its `experts` receives `groups=None` and the tokens as they are. Shared experts,
-of every token, are computed inside `attention` and folded into `residual`. Every parameter is
-declared with `declare`; the units of `fsdp.py` replace it.
+The engine owns dispatch, combine and everything that touches a routing weight. A dense layer has no
+routing; its `experts` receives `groups=None` and the tokens as they are. Shared experts are
+computed inside `attention` and folded into `residual`. Parameters are declared with `declare`, and
+replaced by the units of `fsdp.py`.
 
 T tokens of a micro-batch on this rank, H hidden size, K top-k, N router pool size, P (token,
 expert) pairs received by this rank, D documents.
@@ -153,7 +149,7 @@ class DecoderLayer(Protocol):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order `[P, H]` -> unweighted outputs `[P, H]`; dense: `[T, H]`."""
+        """Rows in expert order `[P, H]`, dense `[T, H]` -> as many unweighted outputs."""
         ...
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:

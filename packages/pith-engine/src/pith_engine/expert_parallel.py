@@ -1,9 +1,8 @@
 """Expert parallelism: how tokens reach the ranks of their experts and come back.
 
-A token travels once to each rank of the ep axis that holds any of its experts, with its expert ids
-and routing weights; that rank multiplies the experts' outputs by the weights and returns one
-partial sum (DeepSeek-V3, arXiv 2412.19437, section 3.2.2, without the node limit). With the index
-maths of `pith_ops.dispatch`:
+A token travels once to each rank of the ep axis that holds any of its experts, with expert ids and
+routing weights; that rank returns one weighted sum of their outputs (DeepSeek-V3, arXiv 2412.19437,
+section 3.2.2, without the node limit). With the index maths of `pith_ops.dispatch`:
 
     forward    pack_tokens -> exchange_rows -> gather_rows -> experts -> weighted_partial_sums
                -> exchange_rows -> sum_ranks
@@ -87,10 +86,9 @@ def pack_metadata(routing: Routing, route: Route) -> Tensor:
 
 
 def open_metadata(metadata: Tensor, route: Route) -> Arrival:
-    """Plan the expert order of received metadata `[M, 2 * K]`.
+    """Plan the expert order of received metadata `[M, 2 * K]`, whose ids are exact below 2**24.
 
-    Ids travel in the weights' dtype, exact below 2**24. Both are copied: what communication
-    received may be dropped as soon as the experts are launched.
+    Both are copied: what was received may be dropped as soon as the experts are launched.
     """
     ids, weights = metadata.chunk(2, dim=1)
     plan = plan_experts(ids.to(torch.int32), len(route.expert_sizes), route.expert_sizes)
@@ -98,7 +96,7 @@ def open_metadata(metadata: Tensor, route: Route) -> Arrival:
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-    """Send so many rows to each rank, in their order, and receive so many from each."""
+    """Send so many rows to each rank and receive so many from each, in order."""
     if axis.size == 1:
         return rows
     output = rows.new_empty(sum(received), *rows.shape[1:])

@@ -1,14 +1,10 @@
 """One micro-batch's forward interleaved with another's backward, as a list of facts.
 
 A chunk of L layers has segments 0 .. L: segment l is one autograd graph, the aggregate of layer
-l - 1 (l > 0) followed by the attention of layer l (l < L). It runs as
-
-    forward   SEGMENT 0, DISPATCH 0, EXPERTS 0, COMBINE 0, SEGMENT 1, ..., SEGMENT L
-    backward  SEGMENT L, COMBINE L-1, EXPERTS L-1, DISPATCH L-1, WEIGHT L-1, ..., SEGMENT 0
-
-where the backward's COMBINE and DISPATCH reverse the forward's, EXPERTS takes the input gradient
-and WEIGHT the weight gradients. Both sides share one compute stream; the all-to-alls of each have
-their own. Iteration i of a list enqueues, with l = i and j = num_backward_layers - 1 - i:
+l - 1 (l > 0) followed by the attention of layer l (l < L). The backward's COMBINE and DISPATCH
+reverse the forward's, EXPERTS takes the input gradient and WEIGHT the weight gradients. Both sides
+share one compute stream; the all-to-alls of each have their own. Iteration i of a list enqueues,
+with l = i and j = num_backward_layers - 1 - i:
 
     1. F COMBINE l-1     runs under 2
     2. B SEGMENT j+1     after its recomputation, if any
@@ -27,9 +23,8 @@ one list, so collectives meet in one order.
 The trap is memory: what the host drops goes back to the pool of the stream it was made on, which
 may hand it out again before another stream has read it. So a value is freed only where every later
 operation on its own stream is ordered after all its uses; across two lists this holds because the
-first operation of a list on a communication stream waits for compute. Rows of F DISPATCH that a
-pass keeps are dropped by RECOMPUTE EXPERTS, before 4, for which 6 waits; dropped in 5, 6 could
-overwrite them.
+first operation of a list on a communication stream waits for compute. Kept rows of F DISPATCH are
+dropped by RECOMPUTE EXPERTS, before 4, for which 6 waits; dropped in 5, 6 could overwrite them.
 """
 
 from dataclasses import dataclass
@@ -117,8 +112,8 @@ READS = {
     OperationKind.BACKWARD_DISPATCH: ((OperationKind.BACKWARD_EXPERTS, 0),),
     OperationKind.BACKWARD_WEIGHT: ((OperationKind.BACKWARD_EXPERTS, 0),),
 }
-"""Outputs an operation reads, the one handed to it first, as kind and offset to its own index. A
-side's first operation reads none, a recomputation what its pass has kept."""
+"""Outputs an operation reads, the one handed to it first, as kind and offset to its own index; a
+recomputation reads what its pass has kept."""
 
 OFFSETS = {
     OperationKind.FORWARD_COMBINE: -1,

@@ -10,8 +10,8 @@ For each slot of its row of the table, a rank
 Only `hidden` and its gradient travel, `[T, H]` in the compute dtype, one shape for the whole run;
 every rank reads the micro-batches itself.
 
-The trap: a batched exchange is a meeting. `check_schedule` has proved that those of the table take
-place; do not send or receive anything outside it.
+The trap: a batched exchange is a meeting. `check_schedule` proves those of the table; send and
+receive nothing outside it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,16 +43,16 @@ from pith_engine.violations import raise_violations
 
 @dataclass(frozen=True, kw_only=True)
 class StepLosses:
-    """What one step measured over the whole mesh: the same numbers on every rank."""
+    """What one step measured over the whole mesh, equal on every rank."""
 
     loss: float
     """Mean over the targets; 0 when there is none."""
     num_targets: int
     """How many were counted."""
     balance: float = 0.0
-    """Before its coefficient, mean over layers: 1 is even; 0 without one."""
+    """Without coefficient, mean over layers: 1 is even, 0 is off."""
     z_loss: float = 0.0
-    """Before its coefficient, mean over layers; 0 when it is off."""
+    """Without coefficient, mean over layers; 0 is off."""
     max_load: float = 0.0
     """Largest expert load over the mean load of its layer; 0 without MoE layers."""
     dead_experts: int = 0
@@ -87,8 +87,8 @@ class Pipeline:
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self.streams = Streams(device)
         self.expert_counts: dict[int, Tensor] = {}
-        """MoE layer here -> `[N]` int64 choices in the latest step's global batch; empty before the
-        first. State of `global-batch` balancing: save it, restore it."""
+        """MoE layer here -> `[N]` int64 choices in the latest step's global batch; empty at first.
+        The state of `global-batch` balancing."""
 
     def train_step(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
         """Forward and backward of this rank's micro-batches; gradients are added to `.grad`.
@@ -102,10 +102,7 @@ class Pipeline:
         scale = torch.tensor(
             1.0 / num_targets, dtype=accumulation_dtype(self.dtype), device=self.device
         )
-        step = _Step(self, batches, scale)
-        losses = step.run(table[self.mesh.pp.rank], num_targets)
-        self.expert_counts = step.counts_by_layer
-        return losses
+        return _Step(self, batches, scale).run(table[self.mesh.pp.rank], num_targets)
 
     def saved_counts(self) -> dict[int, list[int]]:
         """`expert_counts` of the whole model; all ranks of `pp` call it."""
@@ -139,7 +136,6 @@ class _Step:
         self.started: list[Exchange] = []
         self.sums = torch.zeros(3, dtype=torch.float64, device=pipeline.device)
         self.expert_counts: dict[int, Tensor] = {}
-        self.counts_by_layer: dict[int, Tensor] = {}
 
     def run(self, slots: Sequence[Slot], num_targets: int) -> StepLosses:
         sends: tuple[Transfer, ...] = ()
@@ -164,7 +160,8 @@ class _Step:
             for number, layer in self.pipeline.chunks[chunk].layers.items()
             if layer.num_local_experts
         ]
-        self.counts_by_layer = dict(zip(layers, totals, strict=True))
+        if self.loss_scale is not None:
+            self.pipeline.expert_counts = dict(zip(layers, totals, strict=True))
         # Equal on all ranks of `data`: one of them adds its layers to the sums.
         loads = layer_loads(totals)
         own = torch.cat([loads[:, 1:], torch.ones_like(loads[:, :1])], dim=1).sum(0)

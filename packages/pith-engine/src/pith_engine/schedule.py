@@ -1,13 +1,12 @@
 """Pipeline schedules as tables: what each rank computes and transfers, in which order.
 
-The model is cut into `2 * pp` chunks placed in a V: rank r holds chunks r and `2 * pp - 1 - r`, so
-rank 0 embeds and takes the loss, and the last rank passes on without a transfer. `dualpipev` is
-DeepSeek's DualPipeV (https://github.com/deepseek-ai/DualPipe, from arXiv 2412.19437);
-`forward_only` serves evaluation.
+Rank r holds chunks r and `2 * pp - 1 - r` of `2 * pp`, a V: rank 0 embeds and takes the loss, and
+the last rank passes on without a transfer. `dualpipev` is DeepSeek's DualPipeV
+(https://github.com/deepseek-ai/DualPipe, from arXiv 2412.19437); `forward_only` is for evaluation.
 
 Before the action of slot k a rank issues one batched exchange: the sends of slot k-1 and the
-receives of slot k, for which the action waits even if a later slot uses them. One more after the
-last slot carries its sends.
+receives of slot k, for which the action waits even if a later slot uses them. One more follows the
+last slot.
 
 The trap: a batched exchange is a meeting. NCCL runs the batches of a rank one after the other, each
 until all its transfers are done, so a receive posted late holds up everything behind its send, and
@@ -201,11 +200,11 @@ def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Actio
     steps += [weight, (backward_input, first)] * to_turn
     # 8. The weight gradients left: W.
     steps += [weight] * (rank + 1)
-    return _numbered(steps, first + second)
+    return _numbered(steps, pp)
 
 
-def _numbered(steps: list[tuple[ActionKind, int]], both: int) -> list[Action]:
-    """Number the micro-batches; `both` is the sum of the rank's chunks."""
+def _numbered(steps: list[tuple[ActionKind, int]], pp: int) -> list[Action]:
+    """Number the micro-batches of each chunk's forwards and backwards."""
     forwards, backwards = defaultdict(count), defaultdict(count)
     deferred: deque[tuple[int, int]] = deque()
     actions = []
@@ -215,7 +214,7 @@ def _numbered(steps: list[tuple[ActionKind, int]], both: int) -> list[Action]:
             case ActionKind.FORWARD:
                 micro_batch = next(forwards[chunk])
             case ActionKind.OVERLAP:
-                micro_batch, other = next(forwards[chunk]), both - chunk
+                micro_batch, other = next(forwards[chunk]), 2 * pp - 1 - chunk
                 fields = {"backward_chunk": other, "backward_micro_batch": next(backwards[other])}
             case ActionKind.WEIGHT:
                 chunk, micro_batch = deferred.popleft()
@@ -253,7 +252,7 @@ def _with_transfers(rows: list[list[Action]]) -> ScheduleTable:
 def _unit_times(
     rows: list[list[Action]],
 ) -> tuple[list[list[int]], dict[Output, tuple[int, int, int]]]:
-    """Start of every action, (end, rank, slot) of every output, if data travels in no time."""
+    """Start of every action; (end, rank, slot) of every output; data takes no time."""
     pp = len(rows)
     starts: list[list[int]] = [[] for _ in rows]
     clocks = [0] * pp

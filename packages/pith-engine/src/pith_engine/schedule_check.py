@@ -27,7 +27,7 @@ class Meeting:
     rank: int
     """Who issues it."""
     position: int
-    """Of the slot before whose action it is issued; the number of slots for the last."""
+    """Of the slot before which it is issued; the number of slots for the last."""
     partners: tuple[tuple[int, int], ...]
     """(rank, position) of the exchange at the other end of each of its transfers."""
 
@@ -37,18 +37,15 @@ def check_schedule(
 ) -> None:
     """Prove that a table computes and transfers everything once, in order, without deadlock.
 
-    And that no rank holds more than `2 * pp + 1` activations at once; without backwards it keeps
-    none. Else a ValueError.
+    And that no rank holds more than `2 * pp + 1` activations at once. Else a ValueError.
     """
     pp = len(table)
     for rank, row in enumerate(table):
         _check_compute(rank, row, pp, num_micro_batches, has_backward)
-    for rank, row in enumerate(table):
         _check_transfers(rank, row, pp)
-    meetings(table)
-    for rank, row in enumerate(table):
         if has_backward and (live := peak_live(row)) > 2 * pp + 1:
             raise ValueError(f"rank {rank} holds {live} activations, at most {2 * pp + 1} fit")
+    meetings(table)
 
 
 def peak_live(row: tuple[Slot, ...]) -> int:
@@ -95,7 +92,6 @@ def meetings(table: ScheduleTable) -> tuple[Meeting, ...]:
 def _check_compute(
     rank: int, row: tuple[Slot, ...], pp: int, num_micro_batches: int, has_backward: bool
 ) -> None:
-    """Each chunk runs each micro-batch once, ascending; weights follow their inputs in order."""
     forwards, backwards = defaultdict(list), defaultdict(list)
     deferred = deque[tuple[int, int]]()
     for part in (part for slot in row for part in slot.action.parts):
@@ -130,13 +126,12 @@ def _check_compute(
 
 
 def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
-    """Inputs are made or received before their use, outputs sent once made, each once."""
     received, made, sent, used = set[Output](), set[Output](), set[Output](), set[Output]()
     for k, slot in enumerate(row):
         where = f"rank {rank}, slot {k}"
         for t in slot.receives:
-            source = output_source(t.output, pp)
-            if t.output in received or source != t.peer or source == rank:
+            is_right_peer = output_source(t.output, pp) == t.peer != rank
+            if t.output in received or not is_right_peer:
                 raise ValueError(f"{where}: {t} is received twice, or not from the rank it is on")
             received.add(t.output)
         for need in needed_outputs(slot.action, pp):

@@ -1,18 +1,17 @@
 """The five stages of a decoder layer, forward and backward, written once.
 
-A `ChunkPass` is one micro-batch on its way through one chunk. The stages are attention, dispatch,
-experts, combine and aggregate; `aggregate` of a layer and `attention` of the next share one
-autograd graph, a segment. Segment 0 embeds or takes the chunk's input, the last ends with the loss
-or the chunk's output. Graphs never cross a boundary: what enters a segment or `experts` is a leaf,
-what leaves it is a root, and after the backward of the roots the leaves hold the gradients that go
-on. So forward and backward of different micro-batches interleave as `overlap.py` declares.
+A `ChunkPass` takes one micro-batch through the attention, dispatch, experts, combine and aggregate
+of a chunk's layers. `aggregate` of a layer and `attention` of the next share one autograd graph, a
+segment; the first embeds or takes the chunk's input, the last ends with the loss or the chunk's
+output. Graphs never cross a boundary: what enters a segment or `experts` is a leaf, what leaves it
+a root. So forward and backward of different micro-batches interleave as `overlap.py` declares.
 
-With recomputation a stage runs without a graph and keeps its inputs; before its backward the graph
-is built once more. The inputs of `experts` are the rows that arrived, so no all-to-all is repeated;
-those of a segment are its leaves and the expert ids of the forward. Statistics are those of the
-first run. The last segment keeps its graph: its loss is fused and has no logits to save.
+With recomputation a stage keeps its inputs, and its graph is built just before its backward. Those
+of `experts` are the rows that arrived, so no all-to-all is repeated; those of a segment its leaves
+and the expert ids of the forward. Statistics are those of the first run. The last segment keeps its
+graph: its fused loss has no logits to save.
 
-Gradients are final: those of the loss and balance roots are 1 / (global target count).
+The gradients of loss and balance roots are 1 / (global target count); nothing is rescaled later.
 
 The trap: when a result is dropped is part of the list (`Operation.frees`), so no tensor that
 communication made may be kept past it: `open_metadata` copies. Only rows kept for recomputation
@@ -56,10 +55,10 @@ class Segment:
     """What entered and what left one segment's autograd graph."""
 
     leaves: list[Tensor]
-    """Segment 0: the chunk's input, or nothing. Later: combined `[T, H]`, residual `[T, H]`."""
+    """Combined and residual `[T, H]`; of segment 0 the chunk's input, if any."""
     roots: list[GradientEdge | None] = field(default_factory=list)
-    """Inner: tokens, residual and, with routing, weights and balance. Last: output or loss. Edges
-    keep no value alive; None where no gradient goes."""
+    """Tokens, residual and, with routing, weights and balance; at the end output or loss. As edges,
+    which keep no value alive; None where no gradient goes."""
     residual: Tensor | None = None
     """`[T, H]`, until the next segment takes it."""
     route: Route | None = None
@@ -136,7 +135,7 @@ class ChunkPass:
         self.input_grad: Tensor | None = None
 
     def forward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Aggregate layer index - 1, run attention of layer `index`; returns rows to dispatch."""
+        """Aggregate of layer index - 1, attention of layer index; returns rows to dispatch."""
         segment = self.segments[index] = Segment(leaves=self._segment_leaves(index, arrived))
         if index == len(self.layers):
             root = hidden = self._enter(index, segment.leaves)
@@ -147,7 +146,8 @@ class ChunkPass:
                 self.output = hidden.detach()
             segment.roots = [_edge(root)]
             return ()
-        with self._graph(kept=self.recompute != "attention+experts"):
+        is_kept = self.loss_scale is not None and self.recompute != "attention+experts"
+        with torch.set_grad_enabled(is_kept):
             tokens, segment.residual, routing = self._run_segment(index, segment)
             if routing is None:
                 return (tokens.detach(),)
@@ -180,13 +180,13 @@ class ChunkPass:
         """Run the layer's experts on what arrived; returns one partial sum per row."""
         route = self.segments[index].route
         arrival = None if route is None else open_metadata(received[1], route)
-        with self._graph(kept=self.recompute == "none"):
+        is_kept = self.loss_scale is not None and self.recompute == "none"
+        with torch.set_grad_enabled(is_kept):
             call = self._run_experts(index, received[0], arrival)
-        if self.loss_scale is not None:
-            if self.recompute == "none":
-                self.expert_calls[index] = call
-            else:
-                self.kept_rows[index] = received[0], arrival
+        if is_kept:
+            self.expert_calls[index] = call
+        elif self.loss_scale is not None:
+            self.kept_rows[index] = received[0], arrival
         outputs = call[1].detach()
         if arrival is None:
             return (outputs,)
@@ -251,9 +251,6 @@ class ChunkPass:
             if self.loss_scale is None:
                 del self.segments[index - 1]
         return [value.detach().requires_grad_(self.loss_scale is not None) for value in values]
-
-    def _graph(self, *, kept: bool) -> torch.set_grad_enabled:
-        return torch.set_grad_enabled(kept and self.loss_scale is not None)
 
     def _enter(self, index: int, leaves: list[Tensor]) -> Tensor:
         if index > 0:
@@ -343,6 +340,5 @@ def _edge(root: Tensor) -> GradientEdge | None:
 
 def _gradient(leaf: Tensor) -> Tensor:
     """The gradient that reached a leaf; zeros when nothing depends on it."""
-    gradient = leaf.grad
-    leaf.grad = None
+    gradient, leaf.grad = leaf.grad, None
     return torch.zeros_like(leaf) if gradient is None else gradient
