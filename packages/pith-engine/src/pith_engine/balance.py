@@ -153,7 +153,7 @@ def update_balance_biases(
 
 
 def layer_loads(counts: Tensor) -> Tensor:
-    """`[L, 3]` float64 from choices `[L, N]` of a whole step: how even each layer's load is.
+    """`[L, 3]` float64, how even the load is, from choices `[L, N]` of a whole step.
 
     Columns: the largest over the mean; members that nobody chose; entropy of the shares over log N
     (0 is one expert for all).

@@ -130,7 +130,7 @@ def latent_attention(
 
 
 class _Call:
-    """What one attention needs to know beside its tensors; spans are places in a sequence."""
+    """What one attention needs to know; spans are places in a sequence."""
 
     def __init__(
         self,

@@ -204,7 +204,7 @@ def plain_layer(layer: DecoderLayer, hidden: Tensor, batch: Batch) -> tuple[Tens
 
 
 def plain_hidden(chunks: list[ModelChunk], batch: Batch) -> Iterator[tuple[Tensor, Routing | None]]:
-    """Yield `(hidden, routing)` after every layer of a whole model, embedded from `batch`."""
+    """Yield `(hidden, routing)` after every layer of a whole model."""
     hidden = chunks[0].embed(batch)
     for chunk in chunks:
         for layer in chunk.decoder_layers():

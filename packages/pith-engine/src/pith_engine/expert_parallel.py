@@ -9,8 +9,8 @@ section 3.2.2, without the node limit). With the index maths of `pith_ops.dispat
     backward   pack_tokens -> exchange_rows -> weighted_partial_sums_backward -> experts' dgrad
                -> sum_pairs -> exchange_rows -> sum_ranks, sum_rank_weights
 
-`exchange_rows` is an all-to-all and nothing else, so that it can run on a communication stream.
-None of this is an autograd function: `stages.py` calls forward and backward in the order it wants.
+None of this is an autograd function: `stages.py` calls forward and backward in the order it wants,
+and `exchange_rows`, a mere all-to-all, on a communication stream.
 
 T tokens here, H hidden size, K top-k, R ranks of the axis, N rows sent by this rank, M received.
 """

@@ -54,7 +54,7 @@ class OperationKind(Enum):
 
     @property
     def is_forward(self) -> bool:
-        """Whether it is of the micro-batch that runs forward."""
+        """Whether the micro-batch that runs forward owns it."""
         return self.value.startswith("forward")
 
 
@@ -120,7 +120,7 @@ OFFSETS = {
     OperationKind.RECOMPUTE_SEGMENT: 1,
     OperationKind.BACKWARD_SEGMENT: 1,
 }
-"""From l (forward) or j to the index of an operation; 0 for all others."""
+"""From l (forward) or j to an operation's index; 0 for all others."""
 
 
 @cache

@@ -105,7 +105,7 @@ class Pipeline:
         return _Step(self, batches, scale).run(table[self.mesh.pp.rank], num_targets)
 
     def saved_counts(self) -> dict[int, list[int]]:
-        """`expert_counts` of the whole model; all ranks of `pp` call it."""
+        """`expert_counts` of the whole model; all ranks of pp call it."""
         own = {layer: counts.tolist() for layer, counts in self.expert_counts.items()}
         return {layer: c for part in gather_objects(own, self.mesh.pp) for layer, c in part.items()}
 

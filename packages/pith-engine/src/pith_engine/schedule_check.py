@@ -1,7 +1,7 @@
 """Proofs about a schedule table, whoever made it, and the replay of its exchanges.
 
-Exchanges are replayed under the strictest semantics any backend has: a batched exchange is a
-meeting of its partners. No device is needed.
+Exchanges are replayed under the strictest semantics any backend has: each is a meeting of its
+partners.
 """
 
 from collections import defaultdict, deque

@@ -100,7 +100,7 @@ class Streams:
 
 @dataclass(eq=False)
 class ChunkPass:
-    """One micro-batch in one chunk: its stages' graphs, and what it found."""
+    """One micro-batch in one chunk: its graphs and what it found."""
 
     chunk: ModelChunk
     batch: Batch
@@ -165,11 +165,7 @@ class ChunkPass:
     def exchange(
         self, index: int, rows: tuple[Tensor, ...], axis: Axis, *, back: bool
     ) -> tuple[Tensor, ...]:
-        """All-to-all to a layer's experts or back; the rows of a dense layer stay.
-
-        To them: tokens and metadata, gradients of combined tokens; back: partial sums, gradients of
-        tokens and weights.
-        """
+        """All-to-all to a layer's experts or back; the rows of a dense layer stay."""
         route = self.segments[index].route
         if route is None:
             return rows
