@@ -1,27 +1,27 @@
-"""Load balancing of experts: auxiliary losses, the selection bias, and the load that a run shows.
+"""Load balancing of experts: auxiliary losses, the selection bias, the load that a run shows.
 
 For the N members of a router's pool, c_i how often counted tokens chose i, and s_ti the normalised
 score of token t,
 
-    f_i = N c_i / sum over j of c_j     P_i = mean over the n counted tokens of s_ti
+    f_i = N c_i / sum over j of c_j     P_i = mean over the counted tokens of s_ti
     L   = sum over i of f_i P_i
 
-which is 1 when the load is even, whatever the top-k (Hugging Face's value is k times this). The
-gradient of a step is that of `coefficient / (global count) * sum over layers and tokens t of
-sum_i f_i s_ti`; only the scores carry a gradient, and the methods differ in what f is counted over:
+which is 1 when the load is even, whatever the top-k (Hugging Face's value is k times this). A token
+counts when its target is not ignored. A step adds the coefficient times the sum of L over layers,
+whose gradient goes through the scores alone; the methods differ in what f is counted over:
 
-    method        c counted over                        depends on micro-batch size   source, arXiv
-    micro-batch   the sequences of one micro-batch      yes                           2101.03961
-    sequence      each sequence                         no                            2412.19437
-    global-batch  the whole global batch, step before   no                            2501.11873
-    bias          no loss: `update_balance_biases`      no                            2408.15664
+    method        c counted over                         source, arXiv
+    micro-batch   the sequences of one micro-batch       2101.03961
+    sequence      each sequence                          2412.19437
+    global-batch  the whole global batch, step before    2501.11873
+    bias          no loss: `update_balance_biases`       2408.15664
 
-`global-batch` takes the step before (even load at the first), because the frequencies of a batch
-are not known at its first backward. The router z-loss (2202.08906), mean over counted tokens of
-logsumexp(logits)^2, goes with any of them. A token counts when its target is not ignored.
+`global-batch` takes the step before (even load at the first): the frequencies of a batch are not
+known at its first backward. The router z-loss (2202.08906), mean over counted tokens of
+logsumexp(logits)^2, goes with any of them.
 
-The trap: no value may depend on how sequences fall into micro-batches or ranks, so nothing here
-takes a mean: sums are returned, and the caller divides by the global count as for token losses.
+The trap: no value may depend on how sequences fall into micro-batches or ranks, so sums are
+returned, and the caller divides by the global count as for token losses.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,23 +38,22 @@ from pith_engine.mesh import Axis
 from pith_engine.runtime import all_reduce
 
 BalanceMethod = Literal["none", "micro-batch", "sequence", "global-batch", "bias"]
-"""The rows of the table above, and `none`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """How experts are kept evenly loaded; equal on every mesh, at one micro-batch size b."""
+    """How experts are kept evenly loaded."""
 
     method: BalanceMethod = "sequence"
-    """Auxiliary loss over each `sequence`, or over the `global-batch` with the frequencies of the
-    step before: neither depends on b; over each `micro-batch`: depends on b. `bias`: no loss, a
-    bias that only selects. `none`: no balancing."""
+    """Auxiliary loss over each `sequence`, over the `global-batch` with the frequencies of the step
+    before, or over each `micro-batch`, which alone depends on its size. `bias`: no loss, a bias
+    that only selects. `none`: no balancing."""
     coefficient: float = 1e-3
     """Weight of the auxiliary loss (at least 0); `none` and `bias` do not read it."""
     bias_rate: float = 1e-3
     """What `bias` adds to or takes from an expert's bias in a step (above 0)."""
     z_coefficient: float = 0.0
-    """Weight of the router z-loss, with any method; 0 leaves it out. Does not depend on b."""
+    """Weight of the router z-loss, with any method; 0 leaves it out."""
 
     def violations(self) -> list[str]:
         """One line for each value that is not allowed."""
@@ -62,12 +61,10 @@ class BalanceConfig:
         methods = get_args(BalanceMethod)
         if self.method not in methods:
             found.append(f"balance.method is {self.method!r}: allowed are {', '.join(methods)}")
+        weights = {"coefficient": self.coefficient, "z_coefficient": self.z_coefficient}
         found += [
             f"balance.{name} is {value}: allowed are finite numbers from 0"
-            for name, value in [
-                ("coefficient", self.coefficient),
-                ("z_coefficient", self.z_coefficient),
-            ]
+            for name, value in weights.items()
             if not 0 <= value < inf
         ]
         if not 0 < self.bias_rate < inf:
@@ -78,10 +75,7 @@ class BalanceConfig:
 
 
 def count_choices(routing: Routing, batch: Batch, method: BalanceMethod) -> Tensor:
-    """`[B, N]` int64: choices of counted tokens by sequence with `sequence`, else in one row.
-
-    An id of -1 is no choice.
-    """
+    """`[B, N]` int64, choices of counted tokens: a row a sequence with `sequence`, else one."""
     num_rows = batch.num_sequences if method == "sequence" else 1
     counted = batch.targets != IGNORED_TARGET
     valid = counted[:, None] & (routing.chosen >= 0)
@@ -93,10 +87,9 @@ def count_choices(routing: Routing, batch: Batch, method: BalanceMethod) -> Tens
 def load_factors(
     method: BalanceMethod, counts: Tensor, previous: Tensor | None, cp: Axis
 ) -> Tensor | None:
-    """The file docstring's f, `[B, N]` float64; None for a method without an auxiliary loss.
+    """f, `[B, N]` float64, from the `counts` of `count_choices`; None without an auxiliary loss.
 
-    `counts` are those of `count_choices` here; with a cp axis, which shares sequences, they are
-    summed over it. `previous` `[N]` are the choices of the step before, None before the first.
+    `previous` `[N]` are the choices of the step before, None before the first.
     """
     match method:
         case "none" | "bias":
@@ -110,7 +103,7 @@ def load_factors(
 
 
 def balance_loss(routing: Routing, batch: Batch, factors: Tensor) -> Tensor:
-    """Sum over counted tokens and the pool of factor * score, a scalar in the scores' dtype."""
+    """Sum over counted tokens and the pool of factor * score, in the scores' dtype."""
     num_rows, pool = factors.shape
     counted = (batch.targets != IGNORED_TARGET).view(num_rows, -1, 1)
     score_sums = (routing.scores.view(num_rows, -1, pool) * counted).sum(1)
@@ -118,18 +111,16 @@ def balance_loss(routing: Routing, batch: Batch, factors: Tensor) -> Tensor:
 
 
 def router_z_loss(routing: Routing, batch: Batch) -> Tensor:
-    """Sum over counted tokens of logsumexp(logits)^2, a scalar in the logits' dtype."""
+    """Sum over counted tokens of logsumexp(logits)^2, in the logits' dtype."""
     return (routing.logits.logsumexp(1).square() * (batch.targets != IGNORED_TARGET)).sum()
 
 
 def auxiliary_losses(
     config: BalanceConfig, routing: Routing, batch: Batch, factors: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """What a layer adds to the loss of a micro-batch, before the division by the global count.
+    """A layer's weighted sum of balance loss and z-loss, None when both are off.
 
-    Returns:
-        coefficient * balance loss + z_coefficient * z-loss, None when nothing is added; and both
-        without coefficients, `[2]` float64 without gradient, 0 for what is off.
+    And both without coefficients, `[2]` float64 without gradient.
     """
     terms, values = [], torch.zeros(2, dtype=torch.float64, device=routing.scores.device)
     if factors is not None:
@@ -147,11 +138,10 @@ def auxiliary_losses(
 def update_balance_biases(
     parameters: Iterable[ShardedParameter], counts: Mapping[int, Tensor], rate: float
 ) -> None:
-    """Once a step, after the optimizer: bias += rate * sign(mean - count), on this rank's blocks.
+    """After the optimizer: bias += rate * sign(mean - count), on this rank's blocks.
 
-    DeepSeek-V3's form (arXiv 2408.15664), without centring: the biases' mean may drift, which no
-    selection notices. `counts` are `Pipeline.expert_counts`, of the whole global batch: integers,
-    so every mesh makes the same update. Layers without a bias are passed over.
+    Without centring: the biases' mean may drift, which no selection notices. `counts` are
+    `Pipeline.expert_counts`: integers, so every mesh makes the same update.
     """
     for parameter in parameters:
         if parameter.role is Role.BALANCE_BIAS:
@@ -163,13 +153,13 @@ def update_balance_biases(
 
 
 def layer_loads(counts: Tensor) -> Tensor:
-    """How even the load of each layer is: `[L, 3]` float64 from choices `[L, N]` of a whole step.
+    """`[L, 3]` float64, how even the load is, from choices `[L, N]` of a whole step.
 
-    Columns: the largest load over the mean (1 is even); dead members, chosen by no counted token;
-    the entropy of the shares over log N (1 is even, 0 is one expert for all).
+    Columns: the largest over the mean; members that nobody chose; entropy of the shares over log N
+    (0 is one expert for all).
     """
     shares, pool = counts.double() / counts.sum(1, keepdim=True).clamp(min=1), counts.shape[1]
     entropies = shares[:, 0]  # a pool of one is even
     if pool > 1:
-        entropies = -torch.special.xlogy(shares, shares).sum(1) / log(pool)
+        entropies = torch.special.entr(shares).sum(1) / log(pool)
     return torch.stack([shares.amax(1) * pool, (counts == 0).sum(1).double(), entropies], dim=1)

@@ -1,8 +1,7 @@
 """Context parallelism: the ranks of the cp axis share every sequence.
 
 Zigzag: S tokens of a sequence are `2 * cp` blocks of L; rank r holds blocks r and `2 * cp - 1 - r`,
-one early and one late, so that causal attention costs every rank the same. Tokens, targets and
-positions are made first and cut afterwards (`shard_batch`); documents stay offsets into the whole.
+one early and one late, so that causal attention costs every rank the same.
 
 Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets those of rank j at
 
@@ -11,10 +10,9 @@ Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets thos
     j > r   its late block sees both blocks of j, in full
 
 and merges the parts by their LSE; the next hop is under way while a part is computed. Backward: the
-same round with the merged output and LSE; the gradients follow one hop behind, in fp32 or wider,
-and arrive home after the last. What travels is keys and values, or in latent attention (MLA,
-DeepSeek-V2, arXiv 2405.04434) the latent and the rotary key that all heads share, from which every
-rank expands its heads, again in the backward.
+same round with the merged output and LSE; the gradients, in fp32 or wider, follow one hop behind
+and arrive home after the last. In latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) the latent
+and the heads' common rotary key travel instead, and are expanded again in the backward.
 
 A sliding window needs no round: a block fetches the `window - 1` keys before it, wherever they lie,
 and returns their gradients.
@@ -24,7 +22,7 @@ share a pipeline stage.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,10 +49,9 @@ from pith_engine.runtime import Exchange, exchange
 
 
 def shard_batch(batch: Batch, cp: Axis) -> Batch:
-    """This rank's two blocks of every sequence of a whole micro-batch; itself when cp is 1.
+    """This rank's two blocks of every sequence; documents stay offsets into the whole.
 
-    Raises:
-        ValueError: `2 * cp` does not divide the sequence length.
+    A ValueError when `2 * cp` does not divide the sequence length.
     """
     if cp.size == 1:
         return batch
@@ -89,14 +86,19 @@ def context_attention(
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, key, value = (x.unflatten(0, sequences) for x in (query, key, value))
-    call = _call(query, batch, cp, scale, window, backend)
+    call = _Call(query, batch, cp, scale, window, backend)
     if cp.size == 1:
         _, _, visibility = call.meeting(0)
         out, _ = attention(query, key, value, sinks=sinks, visibility=visibility, **call.settings)
     elif call.window is None:
         out = _Ring.apply(query, key, value, None, sinks, call)
     else:
-        parts, visibilities = [], [call.in_window(span) for span in call.spans(cp.rank)]
+        parts = []
+        # Before anything is sent: these refuse what is wrong.
+        visibilities = [
+            call.visibility([span], [range(span.start - call.reach(span.start), span.stop)])
+            for span in call.spans(cp.rank)
+        ]
         blocks = _Halo.apply(torch.cat([key, value], -1), call)
         for q, kv, seen in zip(query.split(call.block, 1), blocks, visibilities, strict=True):
             k, v = kv[..., : q.shape[-1]], kv[..., q.shape[-1] :]
@@ -116,95 +118,75 @@ def latent_attention(
     scale: float | None = None,
     backend: AttentionBackend,
 ) -> Tensor:
-    """As `context_attention`, with keys and values expanded from a latent, again in the backward.
+    """As `context_attention`, with keys and values expanded from a latent.
 
     `query [T, Hq, Dn + Dr]`, `latent [T, R]`, `rotary_key [T, Dr]`, `kv_b [Hq * (Dn + Dv), R]` ->
-    `[T, Hq, Dv]`. Of `kv_b_h latent`, the first Dn and the rotary key are head h's key, the other
-    Dv its value.
+    `[T, Hq, Dv]`. Of `kv_b_h latent`, the first Dn and the rotary key are head h's key, the rest
+    its value.
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, latent, rotary_key = (x.unflatten(0, sequences) for x in (query, latent, rotary_key))
-    call = _call(query, batch, cp, scale, None, backend)
+    call = _Call(query, batch, cp, scale, None, backend)
     return _Ring.apply(query, latent, rotary_key, kv_b, None, call).flatten(0, 1)
 
 
-@dataclass(frozen=True)
 class _Call:
-    """What one attention needs to know beside its tensors."""
+    """What one attention needs to know; spans are places in a sequence."""
 
-    cp: Axis
-    length: int  # of an unsharded sequence
-    offsets: Tensor | None  # of documents and sequences in the unsharded tokens
-    scale: float
-    window: int | None
-    backend: AttentionBackend
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Arguments of every call of the operator."""
-        return {"scale": self.scale, "backend": self.backend}
-
-    @property
-    def block(self) -> int:
-        """Tokens of a block."""
-        return self.length // (2 * self.cp.size)
+    def __init__(
+        self,
+        query: Tensor,
+        batch: Batch,
+        cp: Axis,
+        scale: float | None,
+        window: int | None,
+        backend: AttentionBackend,
+    ):
+        self.cp, self.window = cp, window or None
+        self.length = batch.sequence_length * cp.size  # of an unsharded sequence
+        self.block = self.length // (2 * cp.size)
+        self.offsets = batch.documents  # and of sequences, in the unsharded tokens
+        if self.offsets is not None:
+            self.offsets = sequence_offsets(self.offsets, batch.num_sequences, self.length)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        self.settings: dict[str, Any] = {"scale": scale, "backend": backend}
 
     def spans(self, rank: int) -> list[range]:
-        """Places in a sequence that a rank holds: its two blocks."""
         starts = [block * self.block for block in _blocks_of(rank, self.cp)]
         return [range(start, start + self.block) for start in starts]
 
-    def visibility(self, queries: list[range], keys: list[range], *, causal: bool) -> Visibility:
-        """Of queries and keys at these places; a document's part of each is one segment."""
-        pair = None
-        if self.offsets is not None:
-            pair = (self.offsets_within(queries), self.offsets_within(keys))
-        return Visibility(causal=causal, window=self.window, offsets=pair)
+    def visibility(
+        self, queries: list[range], keys: list[range], causal: bool = True
+    ) -> Visibility:
+        """Of keys in these spans; a document's part of each is one segment."""
+        offsets = self.offsets
+        if offsets is not None:
+            offsets = (self.before(offsets, queries), self.before(offsets, keys))
+        return Visibility(causal=causal, window=self.window, offsets=offsets)
 
-    def offsets_within(self, spans: list[range]) -> Tensor:
-        """How many tokens of the spans of all sequences lie before each offset, int32."""
-        assert self.offsets is not None, "the caller looks"
-        before = self.offsets // self.length * sum(map(len, spans))
+    def before(self, offsets: Tensor, spans: list[range]) -> Tensor:
+        """Tokens of the spans of all sequences before each offset, int32."""
+        counts = offsets // self.length * sum(map(len, spans))
         for span in spans:
-            before = before + (self.offsets % self.length - span.start).clamp(0, len(span))
-        return before
+            counts = counts + (offsets % self.length - span.start).clamp(0, len(span))
+        return counts
 
     def meeting(self, source: int) -> tuple[slice, slice, Visibility]:
-        """Which rows of the queries here see which rows of a rank's keys, and how."""
+        """Rows of queries here, rows of a rank's keys that they see, and how."""
         both, early, late = slice(None), slice(0, self.block), slice(self.block, None)
         if self.cp.size == 1:
             pair = None if self.offsets is None else (self.offsets, self.offsets)
             return both, both, Visibility(window=self.window, offsets=pair)
         mine, theirs = self.spans(self.cp.rank), self.spans(source)
         if source == self.cp.rank:
-            return both, both, self.visibility(mine, theirs, causal=True)
+            return both, both, self.visibility(mine, theirs)
         if source < self.cp.rank:
             return both, early, self.visibility(mine, theirs[:1], causal=False)
         return late, both, self.visibility(mine[1:], theirs, causal=False)
 
     def reach(self, start: int) -> int:
-        """How many keys before the block that starts here its window shows."""
+        """Keys that the window shows before the block that starts here."""
         return min((self.window or 1) - 1, start)
-
-    def in_window(self, span: range) -> Visibility:
-        """Of a block's queries and of the keys that reach to its end."""
-        keys = range(span.start - self.reach(span.start), span.stop)
-        return self.visibility([span], [keys], causal=True)
-
-
-def _call(
-    query: Tensor,
-    batch: Batch,
-    cp: Axis,
-    scale: float | None,
-    window: int | None,
-    backend: AttentionBackend,
-) -> _Call:
-    length, offsets = batch.sequence_length * cp.size, batch.documents
-    if offsets is not None:
-        offsets = sequence_offsets(offsets, batch.num_sequences, length)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _Call(cp, length, offsets, scale, window or None, backend)
 
 
 def _blocks_of(rank: int, cp: Axis) -> tuple[int, int]:
@@ -212,10 +194,7 @@ def _blocks_of(rank: int, cp: Axis) -> tuple[int, int]:
 
 
 class _Ring(torch.autograd.Function):
-    """Attention over the keys of all ranks.
-
-    `first` and `second` travel: keys and values, or with a `weight` latents and rotary keys.
-    """
+    """`first` and `second` travel: keys and values, or with a `weight` latents and rotary keys."""
 
     @staticmethod
     def forward(
@@ -283,7 +262,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _round(tensors: list[Tensor], cp: Axis) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield every rank and its tensors, own first, while the next ones are on their way."""
+    """Every rank and its tensors, own first, while the next are on their way."""
     tensors = [x.contiguous() for x in tensors]
     for step in range(cp.size - 1):
         hop, arriving = _hop(tensors, cp)
@@ -294,7 +273,7 @@ def _round(tensors: list[Tensor], cp: Axis) -> Iterator[tuple[int, list[Tensor]]
 
 
 def _hop(tensors: list[Tensor], cp: Axis) -> tuple[Exchange, list[Tensor]]:
-    """Start to send to the next rank, and what arrives from the one before."""
+    """Start to send to the next rank; what will arrive from the one before."""
     if cp.size == 1:
         return exchange([], [], cp), tensors
     arriving = [torch.empty_like(x) for x in tensors]
@@ -304,7 +283,7 @@ def _hop(tensors: list[Tensor], cp: Axis) -> tuple[Exchange, list[Tensor]]:
 
 
 class _Halo(torch.autograd.Function):
-    """Each block here of keys and values `kv`, after what its window shows before it."""
+    """Each block here of keys and values, after what its window shows before it."""
 
     @staticmethod
     def forward(ctx: Any, kv: Tensor, call: _Call) -> tuple[Tensor, ...]:
@@ -326,13 +305,13 @@ class _Halo(torch.autograd.Function):
 
 
 def _exchange_halos(kv: Tensor, blocks: list[Tensor], call: _Call, *, home: bool) -> None:
-    """Add rows of `kv` to the halos of later blocks, or halos to the rows they are of (`home`)."""
+    """Add rows of `kv` to halos of later blocks, or (`home`) halos to the rows they are of."""
     cp, size = call.cp, call.block
     own, sends, receives, sums = _blocks_of(cp.rank, cp), [], [], []
     for block in range(2 * cp.size):
         for earlier in range(block):
             end = call.reach(block * size) - (block - 1 - earlier) * size  # its end in the halo
-            if end <= 0 or (block not in own and earlier not in own):
+            if end <= 0:
                 continue
             count, here, there = min(end, size), None, None
             if earlier in own:
@@ -342,13 +321,13 @@ def _exchange_halos(kv: Tensor, blocks: list[Tensor], call: _Call, *, home: bool
                 there = blocks[own.index(block)][:, end - count : end]
             source, target = (there, here) if home else (here, there)
             peer = min(_blocks_of(earlier if block in own else block, cp))
-            if target is None and source is not None:
-                sends.append((source.contiguous(), peer))
-            elif target is not None:
+            if target is not None:
                 if source is None:
                     source = target.new_empty(target.shape)
                     receives.append((source, peer))
                 sums.append((target, source))
+            elif source is not None:
+                sends.append((source.contiguous(), peer))
     exchange(sends, receives, cp).wait_sends()
     for target, source in sums:
         target += source

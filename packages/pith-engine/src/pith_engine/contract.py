@@ -1,23 +1,15 @@
-"""What a model must offer to the engine, and nothing about which model it is.
+"""What a model must offer to the engine, whichever model it is.
 
-A model is cut into chunks. A `ModelChunk` is an `nn.Module` with `layers`, an `nn.ModuleDict` keyed
-by the global layer number; the first chunk also embeds, the last one also computes the loss. A
-decoder layer offers three methods, all that is particular to a model family:
+A model is cut into chunks of decoder layers. What is particular to a model family is in the three
+methods of a `DecoderLayer` and those of its `ModelChunk`.
 
-    attention(hidden, batch, chosen)       -> (tokens, residual, routing or None)
-    experts(tokens, groups, weight_grads)  -> outputs, one row per row of `tokens`
-    aggregate(combined, residual)          -> hidden
+The engine owns dispatch, combine and everything that touches a routing weight. A dense layer has no
+routing; its `experts` receives `groups=None` and the tokens as they are. Shared experts are
+computed inside `attention` and folded into `residual`. Parameters are declared with `declare`, and
+replaced by the units of `fsdp.py`.
 
-The engine owns what stands between them (`dispatch`, `combine`) and everything that touches a
-routing weight. A dense layer returns `routing=None`; its `experts` receives `groups=None` and the
-tokens as they are. A layer whose shared experts belong to every token computes them inside
-`attention` and folds them into `residual`.
-
-Every parameter is declared with `declare`, on the meta device, with its role. Units of the sharded
-data parallelism (`fsdp.py`) replace the declared parameters by real ones.
-
-Shapes: T tokens of a micro-batch on this rank, H hidden size, K top-k, N router pool size,
-P (token, expert) pairs received by this rank, D documents.
+T tokens of a micro-batch on this rank, H hidden size, K top-k, N router pool size, P (token,
+expert) pairs received by this rank, D documents.
 """
 
 from collections.abc import Iterator
@@ -34,7 +26,7 @@ IGNORED_TARGET = -100
 
 
 class Role(Enum):
-    """What a parameter is: fixes gathered dtype, optimizer, decay, initial value and sharding."""
+    """What a parameter is: fixes dtype, optimizer, decay, initial value and sharding."""
 
     MATRIX = "matrix"
     EXPERT_MATRIX = "expert matrix"
@@ -47,7 +39,7 @@ class Role(Enum):
     SINK = "sink"
     CONV = "conv"
     BALANCE_BIAS = "balance bias"
-    """Added to a router's scores for the choice alone; see `balance.py`."""
+    """Added to a router's scores for the choice alone."""
 
     @property
     def is_expert(self) -> bool:
@@ -56,32 +48,32 @@ class Role(Enum):
 
     @property
     def is_decayed(self) -> bool:
-        """Whether weight decay applies: to matrices, the router's included."""
+        """Whether weight decay applies."""
         return self.is_trained and self not in (Role.NORM, Role.BIAS, Role.EXPERT_BIAS, Role.SINK)
 
     @property
     def uses_muon(self) -> bool:
-        """Whether Muon updates it if a run asks for Muon: linear maps between hidden states."""
+        """Whether Muon may update it: linear maps between hidden states."""
         return self in (Role.MATRIX, Role.EXPERT_MATRIX)
 
     @property
     def keeps_fp32(self) -> bool:
-        """Whether the gathered copy stays in the master dtype instead of the compute dtype."""
+        """Whether the gathered copy stays in the master dtype."""
         fp32_roles = (Role.ROUTER, Role.BIAS, Role.EXPERT_BIAS, Role.SINK, Role.BALANCE_BIAS)
         return self in fp32_roles
 
     @property
     def is_trained(self) -> bool:
-        """Whether the optimizer moves it; the gradient of one that it does not move stays zero."""
+        """Whether the optimizer moves it; else its gradient stays zero."""
         return self is not Role.BALANCE_BIAS
 
 
 class DeclaredParameter(nn.Parameter):
-    """A parameter on the meta device that carries its declaration until a unit replaces it.
+    """A parameter on the meta device, until a unit replaces it.
 
     `std` is that of the initial normal values, None for a constant (1 for norms, else 0). `parts`
-    names the canonical tensors stored one after the other along the last dim but one, of equal
-    size; empty when stored and canonical tensor are the same.
+    names the canonical tensors of equal size stored one after the other along the last dim but one;
+    empty when the stored tensor is canonical.
     """
 
     role: Role
@@ -92,10 +84,9 @@ class DeclaredParameter(nn.Parameter):
 def declare(
     shape: tuple[int, ...], role: Role, *, std: float | None = None, parts: tuple[str, ...] = ()
 ) -> DeclaredParameter:
-    """Declare a parameter by its shape on this rank before data-parallel sharding.
+    """Declare a parameter by its shape before data-parallel sharding; experts `[E / ep, ...]`.
 
-    Experts are `[E / ep, ...]`. `std` and `parts` as in `DeclaredParameter`: a stored
-    `[E, 2 * I, H]` may have parts `("gate_proj", "up_proj")`.
+    A stored `[E, 2 * I, H]` may have parts `("gate_proj", "up_proj")`.
     """
     parameter = DeclaredParameter(torch.empty(shape, device="meta"))
     parameter.role, parameter.std, parameter.parts = role, std, parts
@@ -104,21 +95,18 @@ def declare(
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch as one rank sees it: `T = num_sequences * sequence_length` tokens.
-
-    Whole, or this cp rank's part of every sequence (`shard_batch`).
-    """
+    """One micro-batch on one rank: whole, or its part of every sequence (`shard_batch`)."""
 
     tokens: Tensor
     """`[T]` int64 token ids."""
     targets: Tensor
-    """`[T]` int64, the id that follows each token; `IGNORED_TARGET` where no loss is taken."""
+    """`[T]` int64, the id after each token; `IGNORED_TARGET` where no loss is taken."""
     positions: Tensor
-    """`[T]` int64 positions for the rotary embedding, from 0 in each sequence or document."""
+    """`[T]` int64, from 0 in each sequence or document."""
     sequence_length: int
     """Tokens of a sequence on this rank; attention does not cross sequences."""
     documents: Tensor | None = None
-    """`[D + 1]` int32 offsets of packed documents in the `T * cp` tokens of the whole, or None: one
+    """`[D + 1]` int32 offsets of packed documents in the `T * cp` tokens of the whole; None: one
     document a sequence."""
 
     @property
@@ -129,22 +117,22 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a router decided for the tokens of one micro-batch."""
+    """What a router decided for one micro-batch."""
 
     expert_ids: Tensor
     """`[T, K]` int32, -1 for "sent nowhere"."""
     weights: Tensor
     """`[T, K]` in fp32 (float64 when the model is), differentiable; 0 where the id is -1."""
     scores: Tensor
-    """`[T, N]` normalised scores over the router's own pool, differentiable: balance statistics."""
+    """`[T, N]` normalised over the router's own pool, differentiable."""
     chosen: Tensor
-    """`[T, K]` int32 ids in the router's own pool; equals `expert_ids` when pool and experts do."""
+    """`[T, K]` int32 ids in the router's own pool; `expert_ids` where that is the experts."""
     logits: Tensor
-    """`[T, N]` what the scores were made from, differentiable: the router z-loss."""
+    """`[T, N]` what the scores were made from, differentiable."""
 
 
 class DecoderLayer(Protocol):
-    """The three methods of a layer; the engine calls nothing else."""
+    """All that the engine calls of a layer."""
 
     num_local_experts: int
     """Experts held on this rank; 0 for a dense layer."""
@@ -154,15 +142,14 @@ class DecoderLayer(Protocol):
     ) -> tuple[Tensor, Tensor, Routing | None]:
         """`[T, H]` -> tokens for the experts `[T, H]`, residual `[T, H]`, routing.
 
-        `chosen`, the `Routing.chosen` of the first run, is given when the stage is recomputed: the
-        router takes it instead of choosing. A dense layer has no use for it.
+        In a recomputation the router takes `chosen`, the `Routing.chosen` of the first run.
         """
         ...
 
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order `[P, H]` -> unweighted outputs `[P, H]`; dense: `[T, H]`."""
+        """Rows in expert order `[P, H]`, dense `[T, H]` -> as many unweighted outputs."""
         ...
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
@@ -171,10 +158,7 @@ class DecoderLayer(Protocol):
 
 
 class ModelChunk(nn.Module):
-    """A run of consecutive layers, with the embedding if first and the head if last.
-
-    A model family subclasses it, fills `layers` and implements `embed` and `loss`.
-    """
+    """Consecutive layers, keyed by global number, the embedding if first, the head if last."""
 
     layers: nn.ModuleDict
     is_first: bool
@@ -186,7 +170,7 @@ class ModelChunk(nn.Module):
         self.layers = nn.ModuleDict()
 
     def decoder_layers(self) -> list[DecoderLayer]:
-        """The layers in order, typed as the contract sees them."""
+        """The layers in order."""
         return list(self.layers.values())  # type: ignore[arg-type]
 
     def embed(self, batch: Batch) -> Tensor:
@@ -194,20 +178,16 @@ class ModelChunk(nn.Module):
         raise NotImplementedError
 
     def loss(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Last chunk: the sum of token losses, in fp32 or wider; full logits never exist."""
+        """Last chunk: the sum of token losses, in fp32 or wider, without full logits."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Last chunk: hidden `[T, H]` -> logits `[T, V]`, for evaluation and comparisons."""
+        """Last chunk: hidden `[T, H]` -> logits `[T, V]`, for comparisons."""
         raise NotImplementedError
 
 
 def plain_layer(layer: DecoderLayer, hidden: Tensor, batch: Batch) -> tuple[Tensor, Routing | None]:
-    """Run one layer in one process with autograd alone: the reference of every model.
-
-    Written for clarity: each expert's tokens are selected by a mask over the ids, so nothing is
-    shared with the dispatch that it checks. The layer must hold all experts.
-    """
+    """Run one layer, which holds all experts, by autograd alone, as a reference of its dispatch."""
     tokens, residual, routing = layer.attention(hidden, batch)
     if routing is None:
         return layer.aggregate(layer.experts(tokens, None, None), residual), None
@@ -224,7 +204,7 @@ def plain_layer(layer: DecoderLayer, hidden: Tensor, batch: Batch) -> tuple[Tens
 
 
 def plain_hidden(chunks: list[ModelChunk], batch: Batch) -> Iterator[tuple[Tensor, Routing | None]]:
-    """Yield `(hidden, routing)` after every layer of a whole model, embedded from `batch`."""
+    """Yield `(hidden, routing)` after every layer of a whole model."""
     hidden = chunks[0].embed(batch)
     for chunk in chunks:
         for layer in chunk.decoder_layers():

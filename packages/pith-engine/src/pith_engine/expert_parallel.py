@@ -1,21 +1,18 @@
 """Expert parallelism: how tokens reach the ranks of their experts and come back.
 
-A layer's experts are spread over the ep axis. A token travels once to each rank that holds at least
-one of its experts, with its expert ids and routing weights; that rank multiplies the experts'
-outputs by the weights and returns one partial sum (DeepSeek-V3, arXiv 2412.19437, section 3.2.2,
-without the node limit). With the index maths of `pith_ops.dispatch`:
+A token travels once to each rank of the ep axis that holds any of its experts, with expert ids and
+routing weights; that rank returns one weighted sum of their outputs (DeepSeek-V3, arXiv 2412.19437,
+section 3.2.2, without the node limit). With the index maths of `pith_ops.dispatch`:
 
     forward    pack_tokens -> exchange_rows -> gather_rows -> experts -> weighted_partial_sums
-               -> return_rows -> sum_ranks
+               -> exchange_rows -> sum_ranks
     backward   pack_tokens -> exchange_rows -> weighted_partial_sums_backward -> experts' dgrad
-               -> sum_pairs -> return_rows -> sum_ranks, sum_rank_weights
+               -> sum_pairs -> exchange_rows -> sum_ranks, sum_rank_weights
 
-`exchange_rows` and `return_rows` are all-to-alls and nothing else, so that they can run on a
-communication stream. None of this is an autograd function: split sizes live in a `Route`, and
-stages.py calls forward and backward in the order it wants.
+None of this is an autograd function: `stages.py` calls forward and backward in the order it wants,
+and `exchange_rows`, a mere all-to-all, on a communication stream.
 
-T tokens here, H hidden size, K top-k, R ranks of the axis, N rows sent by this rank, M rows
-received, P (row, expert) pairs received.
+T tokens here, H hidden size, K top-k, R ranks of the axis, N rows sent by this rank, M received.
 """
 
 from dataclasses import dataclass
@@ -38,26 +35,26 @@ from pith_engine.runtime import all_to_all
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Where the tokens of one layer and micro-batch go: kept from the forward for the backward."""
+    """Where the tokens of one layer and micro-batch go."""
 
     plan: DispatchPlan
     """The sender's index maths."""
     sent: list[int]
-    """Rows sent to each rank, `[R]`."""
+    """Rows to each rank, `[R]`."""
     received: list[int]
-    """Rows received from each rank, `[R]`."""
+    """Rows from each rank, `[R]`."""
     expert_sizes: list[int]
-    """Pairs received for each local expert."""
+    """(Row, expert) pairs received for each local expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """The receiver's side of a `Route`: how received rows map to expert order."""
+    """How the rows that a rank received map to expert order."""
 
     weights: Tensor
-    """`[M, K]` routing weights of the received rows, 0 where the slot is not ours."""
+    """`[M, K]` of the received rows, 0 where the slot is not ours."""
     plan: ExpertPlan
-    """The receiver's index maths."""
+    """Index maths of that order."""
 
 
 def route_tokens(routing: Routing, num_local_experts: int, axis: Axis) -> Route:
@@ -78,7 +75,7 @@ def route_tokens(routing: Routing, num_local_experts: int, axis: Axis) -> Route:
 
 
 def pack_tokens(tokens: Tensor, route: Route) -> Tensor:
-    """Tokens (or gradients of combined tokens) `[T, H]` -> rows in send order `[N, H]`."""
+    """Tokens, or gradients of combined ones, `[T, H]` -> rows in send order `[N, H]`."""
     return tokens.detach()[route.plan.send_tokens]
 
 
@@ -89,31 +86,19 @@ def pack_metadata(routing: Routing, route: Route) -> Tensor:
 
 
 def open_metadata(metadata: Tensor, route: Route) -> Arrival:
-    """Split received metadata `[M, 2 * K]` into ids and weights and plan the expert order.
+    """Plan the expert order of received metadata `[M, 2 * K]`, whose ids are exact below 2**24.
 
-    Ids travel in the weights' dtype, which holds every id below 2**24 exactly. Both are copied:
-    what communication received may be dropped as soon as the experts are launched.
+    Both are copied: what was received may be dropped as soon as the experts are launched.
     """
     ids, weights = metadata.chunk(2, dim=1)
     plan = plan_experts(ids.to(torch.int32), len(route.expert_sizes), route.expert_sizes)
     return Arrival(weights=weights.clone(), plan=plan)
 
 
-def exchange_rows(rows: Tensor, route: Route, axis: Axis) -> Tensor:
-    """All-to-all towards the experts: rows `[N, ...]` in send order -> received rows `[M, ...]`."""
-    return _all_to_all_rows(rows, route.received, route.sent, axis)
-
-
-def return_rows(rows: Tensor, route: Route, axis: Axis) -> Tensor:
-    """All-to-all back to the tokens: received rows `[M, ...]` -> rows in send order `[N, ...]`."""
-    return _all_to_all_rows(rows, route.sent, route.received, axis)
-
-
-def _all_to_all_rows(
-    rows: Tensor, output_sizes: list[int], input_sizes: list[int], axis: Axis
-) -> Tensor:
+def exchange_rows(rows: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    """Send so many rows to each rank and receive so many from each, in order."""
     if axis.size == 1:
         return rows
-    output = rows.new_empty(sum(output_sizes), *rows.shape[1:])
-    all_to_all(output, rows, output_sizes, input_sizes, axis)
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    all_to_all(output, rows, received, sent, axis)
     return output

@@ -9,8 +9,7 @@ With step t from 1, total steps S, warmup steps W, decay steps D and final ratio
     wsd       t >  S - D    1 - (1 - r) * (t - (S - D)) / D, and 1 before     (arXiv 2404.06395)
 
 WSD (warmup, stable, decay) decays linearly (arXiv 2405.18392); its stable part ignores S, so a run
-can be prolonged. Where its warmup and decay meet, the smaller factor holds. A run too short for
-is no error (a trial of a few steps of a long recipe); `reaches_peak` lets its plan say so.
+can be prolonged. Where its warmup and decay meet, the smaller factor holds.
 """
 
 from dataclasses import dataclass
@@ -18,9 +17,6 @@ from math import cos, isfinite, pi
 from typing import Literal
 
 from pith_engine.violations import raise_violations
-
-DEFAULT_FINAL_RATIO = 0.1
-"""Final over peak rate of cosine and WSD: a tenfold decay (Chinchilla, arXiv 2203.15556)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +61,13 @@ class LearningRateConfig:
 
 
 def learning_rate(config: LearningRateConfig, step: int, total_steps: int) -> float:
-    """The rate of one step, counted from 1.
-
-    Raises:
-        ValueError: a step outside `1 .. total_steps`, or a field out of range.
-    """
+    """The rate of one step, from 1 to `total_steps`; a ValueError outside, or for a wrong field."""
     raise_violations(config.violations(), "learning rate")
     if not 1 <= step <= total_steps:
         raise ValueError(f"step is {step}; allowed are 1 to total_steps {total_steps}")
-    warmup = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
-    final = DEFAULT_FINAL_RATIO if config.final_ratio is None else config.final_ratio
+    warmup = min(1.0, step / max(config.warmup_steps, 1))
+    # A tenfold decay by default: Chinchilla, arXiv 2203.15556.
+    final = 0.1 if config.final_ratio is None else config.final_ratio
     decay = 1.0
     if config.schedule == "cosine" and step > config.warmup_steps:
         progress = (step - config.warmup_steps) / (total_steps - config.warmup_steps)
@@ -86,5 +79,5 @@ def learning_rate(config: LearningRateConfig, step: int, total_steps: int) -> fl
 
 
 def reaches_peak(config: LearningRateConfig, total_steps: int) -> bool:
-    """Whether warmup and decay leave a step for the peak rate."""
+    """Whether warmup and decay leave a step for the peak rate; a short trial may have none."""
     return max(1, config.warmup_steps) + (config.decay_steps or 0) <= total_steps

@@ -1,21 +1,14 @@
 """One micro-batch's forward interleaved with another's backward, as a list of facts.
 
 A chunk of L layers has segments 0 .. L: segment l is one autograd graph, the aggregate of layer
-l - 1 (l > 0) followed by the attention of layer l (l < L). It runs as
-
-    forward   SEGMENT 0, DISPATCH 0, EXPERTS 0, COMBINE 0, SEGMENT 1, ..., SEGMENT L
-    backward  SEGMENT L, COMBINE L-1, EXPERTS L-1, DISPATCH L-1, WEIGHT L-1, ..., SEGMENT 0
-
-where the backward's COMBINE and DISPATCH move gradients along the reverse of the forward's, EXPERTS
-takes the input gradient only and WEIGHT runs the weight gradients that EXPERTS deferred. With
-recomputation, RECOMPUTE SEGMENT j+1 stands before 2, and RECOMPUTE EXPERTS j before 4, under 3.
-
-Both sides share one compute stream; the all-to-alls of each side have a stream of their own.
-Iteration i of `interleave` enqueues, with l = i and j = num_backward_layers - 1 - i:
+l - 1 (l > 0) followed by the attention of layer l (l < L). The backward's COMBINE and DISPATCH
+reverse the forward's, EXPERTS takes the input gradient and WEIGHT the weight gradients. Both sides
+share one compute stream; the all-to-alls of each have their own. Iteration i of a list enqueues,
+with l = i and j = num_backward_layers - 1 - i:
 
     1. F COMBINE l-1     runs under 2
-    2. B SEGMENT j+1
-    3. B COMBINE j       runs under 4
+    2. B SEGMENT j+1     after its recomputation, if any
+    3. B COMBINE j       runs under 4, and under RECOMPUTE EXPERTS j
     4. F SEGMENT l       waits for 1
     5. B EXPERTS j       waits for 3
     6. F DISPATCH l      runs under 5 and 8
@@ -24,52 +17,49 @@ Iteration i of `interleave` enqueues, with l = i and j = num_backward_layers - 1
     9. F EXPERTS l       waits for 6
 
 1 stands before 2: behind the many launches of a segment it would start late and run exposed. 4 ends
-with the host reading counts, and 5 is what the device does meanwhile. Every rank of an
-expert-parallel group runs the same list, so collectives meet in one order.
+with the host reading counts, and 5 is what the device does meanwhile. All ranks of an ep axis run
+one list, so collectives meet in one order.
 
-The one trap is memory. A value dropped by the host goes back to the allocator's pool of the stream
-it was made on, which may hand it out again before another stream has read it. So a value is freed
-only where every later operation on its own stream is ordered after all its uses; across two lists
-this holds because the first operation of a list on a communication stream waits for compute. Rows
-of F DISPATCH that a pass keeps are dropped by RECOMPUTE EXPERTS, ordered before 6 by 4; were they
-dropped in 5, 6 could overwrite them. `check_operations` proves that, the ordering and the
-completeness of a list without a device.
+The trap is memory: what the host drops goes back to the pool of the stream it was made on, which
+may hand it out again before another stream has read it. So a value is freed only where every later
+operation on its own stream is ordered after all its uses; across two lists this holds because the
+first operation of a list on a communication stream waits for compute. Kept rows of F DISPATCH are
+dropped by RECOMPUTE EXPERTS, before 4, for which 6 waits; dropped in 5, 6 could overwrite them.
 """
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from itertools import product
 from typing import Literal
 
 Recompute = Literal["none", "experts", "attention+experts"]
-"""Which stages keep their inputs only, and run again before their backward."""
+"""Which stages keep only their inputs, and run again before their backward."""
 
 
 class OperationKind(Enum):
-    """What an operation does; its index is a segment's or a layer's number within the chunk."""
+    """What an operation does; one iteration of a list enqueues them in this order."""
 
-    FORWARD_SEGMENT = "forward segment"
-    FORWARD_DISPATCH = "forward dispatch"
-    FORWARD_EXPERTS = "forward experts"
     FORWARD_COMBINE = "forward combine"
+    RECOMPUTE_SEGMENT = "recompute segment"
     BACKWARD_SEGMENT = "backward segment"
     BACKWARD_COMBINE = "backward combine"
+    RECOMPUTE_EXPERTS = "recompute experts"
+    FORWARD_SEGMENT = "forward segment"
     BACKWARD_EXPERTS = "backward experts"
+    FORWARD_DISPATCH = "forward dispatch"
     BACKWARD_DISPATCH = "backward dispatch"
     BACKWARD_WEIGHT = "backward weight"
-    RECOMPUTE_SEGMENT = "recompute segment"
-    RECOMPUTE_EXPERTS = "recompute experts"
+    FORWARD_EXPERTS = "forward experts"
 
     @property
     def is_forward(self) -> bool:
-        """Whether it belongs to the micro-batch that runs forward."""
+        """Whether the micro-batch that runs forward owns it."""
         return self.value.startswith("forward")
 
 
 class Stream(Enum):
-    """Where an operation runs: operations of one stream run in the order of the list."""
+    """Where an operation runs; those of one stream run in the order of the list."""
 
     COMPUTE = "compute"
     FORWARD_COMM = "forward communication"
@@ -77,7 +67,7 @@ class Stream(Enum):
 
 
 Value = tuple[OperationKind, int]
-"""The output of one operation, named by the kind and index of that operation."""
+"""The output of one operation: its kind and index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +77,18 @@ class Operation:
     kind: OperationKind
     """What it does."""
     index: int
-    """Segment number (segments) or layer number (all others) within its chunk."""
+    """Segment or layer of the chunk."""
     stream: Stream
     """Where it runs."""
     waits: tuple[int, ...]
-    """Positions in the list, on other streams, that must be complete before it starts."""
+    """Earlier positions, on other streams, that must be complete."""
     frees: tuple[Value, ...]
-    """Outputs that the host drops right after it has enqueued this operation."""
+    """Outputs that the host drops once it is enqueued."""
+
+    @property
+    def value(self) -> Value:
+        """Its output."""
+        return self.kind, self.index
 
 
 READS = {
@@ -116,19 +111,16 @@ READS = {
     ),
     OperationKind.BACKWARD_DISPATCH: ((OperationKind.BACKWARD_EXPERTS, 0),),
     OperationKind.BACKWARD_WEIGHT: ((OperationKind.BACKWARD_EXPERTS, 0),),
-    OperationKind.RECOMPUTE_SEGMENT: (),
-    OperationKind.RECOMPUTE_EXPERTS: (),
 }
-"""Outputs an operation reads, as kind and offset to its own index, first the one that is handed to
-it; a side's first operation reads none, a recomputation what its pass has kept."""
+"""Outputs an operation reads, the one handed to it first, as kind and offset to its own index; a
+recomputation reads what its pass has kept."""
 
-COMMUNICATION_STREAMS = {
-    OperationKind.FORWARD_DISPATCH: Stream.FORWARD_COMM,
-    OperationKind.FORWARD_COMBINE: Stream.FORWARD_COMM,
-    OperationKind.BACKWARD_DISPATCH: Stream.BACKWARD_COMM,
-    OperationKind.BACKWARD_COMBINE: Stream.BACKWARD_COMM,
+OFFSETS = {
+    OperationKind.FORWARD_COMBINE: -1,
+    OperationKind.RECOMPUTE_SEGMENT: 1,
+    OperationKind.BACKWARD_SEGMENT: 1,
 }
-"""Streams of the all-to-alls; everything else computes."""
+"""From l (forward) or j to an operation's index; 0 for all others."""
 
 
 @cache
@@ -142,11 +134,9 @@ def interleave(
     """List the operations of one forward, one backward, or both overlapped, in host order.
 
     None stands for no such side; with `defer_weights` the caller runs the weight gradients later;
-    `recompute` is what the backward's pass was made with.
-    The results, outputs of the forward's last segment and of the backward's segment 0, are never
-    freed; every other output is freed exactly once.
+    `recompute` is that of the backward's pass. Every output that is read is freed once.
     """
-    order = list(_host_order(num_forward_layers, num_backward_layers, defer_weights, recompute))
+    order = _host_order(num_forward_layers, num_backward_layers, defer_weights, recompute)
     users = _users(order)
     waits: list[list[int]] = [[] for _ in order]
     frees: list[list[Value]] = [[] for _ in order]
@@ -179,114 +169,92 @@ def check_operations(
     defer_weights: bool = False,
     recompute: Recompute = "none",
 ) -> None:
-    """Prove a list complete, ordered and free of use after free; arguments as in `interleave`.
-
-    Raises:
-        ValueError: an operation is missing, repeated or on the wrong stream; a wait points forward
-            or to its own stream; an input may not be ready; a value is freed twice, never, before
-            it is made, or while another stream may still read it.
-    """
-    values = [(operation.kind, operation.index) for operation in operations]
-    expected = list(_host_order(num_forward_layers, num_backward_layers, defer_weights, recompute))
-    if Counter(values) != Counter(expected):
-        names = [_name(v) for v in {*values, *expected} if values.count(v) != expected.count(v)]
-        raise ValueError(f"missing, repeated or foreign operations: {sorted(names)}")
+    """Prove a list complete, ordered and free of use after free, else raise a ValueError."""
+    values = [operation.value for operation in operations]
+    expected = _host_order(num_forward_layers, num_backward_layers, defer_weights, recompute)
+    wrong = [_name(v) for v in {*values, *expected} if values.count(v) != expected.count(v)]
+    if wrong:
+        raise ValueError(f"missing, repeated or foreign operations: {sorted(wrong)}")
     for operation, value in zip(operations, values, strict=True):
         if operation.stream is not _stream(value):
             raise ValueError(f"{_name(value)} must run on the {_stream(value).value} stream")
-    clocks = _clocks(operations)
+    before = _before(operations)
     users = _users(values)
     for place, (value, readers) in enumerate(users.items()):
         for reader in readers:
-            if not _happens_before(operations, clocks, place, reader):
+            if place not in before[reader]:
                 raise ValueError(f"{_name(values[reader])} does not wait for {_name(value)}")
-    _check_frees(operations, clocks, users)
+    _check_frees(operations, before, users)
 
 
 def _host_order(
     num_forward: int | None, num_backward: int | None, defer_weights: bool, recompute: Recompute
-) -> Iterator[Value]:
-    """The numbered iteration of the file's docstring; a side that has ended emits nothing."""
-    last_forward = -1 if num_forward is None else num_forward
-    last_backward = -1 if num_backward is None else num_backward
-    for i in range(max(last_forward, last_backward) + 1):
-        j = last_backward - 1 - i
-        if 0 < i <= last_forward:
-            yield OperationKind.FORWARD_COMBINE, i - 1
-        if 0 < i <= last_backward and recompute == "attention+experts":
-            yield OperationKind.RECOMPUTE_SEGMENT, j + 1
-        if i <= last_backward:
-            yield OperationKind.BACKWARD_SEGMENT, j + 1
-        if i < last_backward:
-            yield OperationKind.BACKWARD_COMBINE, j
-            if recompute != "none":
-                yield OperationKind.RECOMPUTE_EXPERTS, j
-        if i <= last_forward:
-            yield OperationKind.FORWARD_SEGMENT, i
-        if i < last_backward:
-            yield OperationKind.BACKWARD_EXPERTS, j
-        if i < last_forward:
-            yield OperationKind.FORWARD_DISPATCH, i
-        if i < last_backward:
-            yield OperationKind.BACKWARD_DISPATCH, j
-            if not defer_weights:
-                yield OperationKind.BACKWARD_WEIGHT, j
-        if i < last_forward:
-            yield OperationKind.FORWARD_EXPERTS, i
+) -> list[Value]:
+    forward, backward = (-1 if num is None else num for num in (num_forward, num_backward))
+    left_out = {
+        OperationKind.BACKWARD_WEIGHT: defer_weights,
+        OperationKind.RECOMPUTE_EXPERTS: recompute == "none",
+        OperationKind.RECOMPUTE_SEGMENT: recompute != "attention+experts",
+    }
+    order = []
+    for i, kind in product(range(max(forward, backward) + 1), OperationKind):
+        num_layers, index = (forward, i) if kind.is_forward else (backward, backward - 1 - i)
+        index += OFFSETS.get(kind, 0)
+        # The last segment has no layer, and is not recomputed.
+        if kind in (OperationKind.FORWARD_SEGMENT, OperationKind.BACKWARD_SEGMENT):
+            num_layers += 1
+        if 0 <= index < num_layers and not left_out.get(kind, False):
+            order.append((kind, index))
+    return order
 
 
 def _users(order: list[Value]) -> dict[Value, list[int]]:
-    """For each output, in the order of the list, the positions that read it."""
+    """For each output, in list order, the positions that read it."""
     users: dict[Value, list[int]] = {value: [] for value in order}
     for place, (kind, index) in enumerate(order):
-        for source, offset in READS[kind]:
+        for source, offset in READS.get(kind, ()):
             if (source, index + offset) in users:
                 users[source, index + offset].append(place)
     return users
 
 
 def _stream(value: Value) -> Stream:
-    return COMMUNICATION_STREAMS.get(value[0], Stream.COMPUTE)
+    match value[0]:
+        case OperationKind.FORWARD_DISPATCH | OperationKind.FORWARD_COMBINE:
+            return Stream.FORWARD_COMM
+        case OperationKind.BACKWARD_DISPATCH | OperationKind.BACKWARD_COMBINE:
+            return Stream.BACKWARD_COMM
+        case _:
+            return Stream.COMPUTE
 
 
-def _clocks(operations: tuple[Operation, ...]) -> list[dict[Stream, int]]:
-    """For each operation, the last position on each stream known complete when it completes."""
-    clocks: list[dict[Stream, int]] = []
+def _before(operations: tuple[Operation, ...]) -> list[set[int]]:
+    """For each operation, the positions known complete when it starts."""
+    before: list[set[int]] = []
     last: dict[Stream, int] = {}
     for place, operation in enumerate(operations):
-        before = [*operation.waits, *([last[operation.stream]] if operation.stream in last else [])]
+        stream = operation.stream
         for wait in operation.waits:
-            if not 0 <= wait < place or operations[wait].stream is operation.stream:
+            if not 0 <= wait < place or operations[wait].stream is stream:
                 raise ValueError(
                     f"operation {place} waits for position {wait}; allowed are earlier positions "
-                    f"on other streams than {operation.stream.value}"
+                    f"on other streams than {stream.value}"
                 )
-        clock = {
-            stream: max((clocks[source].get(stream, -1) for source in before), default=-1)
-            for stream in Stream
-        }
-        clock[operation.stream] = last[operation.stream] = place
-        clocks.append(clock)
-    return clocks
-
-
-def _happens_before(
-    operations: tuple[Operation, ...], clocks: list[dict[Stream, int]], first: int, second: int
-) -> bool:
-    return first < second and clocks[second][operations[first].stream] >= first
+        direct = {*operation.waits, *([last[stream]] if stream in last else [])}
+        before.append(direct.union(*(before[source] for source in direct)))
+        last[stream] = place
+    return before
 
 
 def _check_frees(
-    operations: tuple[Operation, ...],
-    clocks: list[dict[Stream, int]],
-    users: dict[Value, list[int]],
+    operations: tuple[Operation, ...], before: list[set[int]], users: dict[Value, list[int]]
 ) -> None:
-    freed = {value: place for place, o in enumerate(operations) for value in o.frees}
-    wanted = {value for value, uses in users.items() if uses}
-    if sum(len(operation.frees) for operation in operations) != len(wanted) or set(freed) != wanted:
+    frees = [(value, place) for place, o in enumerate(operations) for value in o.frees]
+    freed, wanted = dict(frees), {value for value, uses in users.items() if uses}
+    if len(frees) != len(wanted) or set(freed) != wanted:
         names = sorted(_name(value) for value in wanted ^ set(freed))
         raise ValueError(f"read values must be freed exactly once, no others: {names or 'twice'}")
-    drops = [(value, place, users[value]) for value, place in freed.items()]
+    drops = [(value, place, users[value]) for value, place in frees]
     # What an earlier list received and the pass has kept.
     drops += [
         ((OperationKind.FORWARD_DISPATCH, operation.index), place, [place])
@@ -296,12 +264,10 @@ def _check_frees(
     for value, place, uses in drops:
         if place < max(uses):
             raise ValueError(f"{_name(value)} is freed at position {place}, before its last use")
-        stream = _stream(value)
-        later = next(
-            (p for p in range(place + 1, len(operations)) if operations[p].stream is stream), None
-        )
+        stream, after = _stream(value), range(place + 1, len(operations))
+        later = next((p for p in after if operations[p].stream is stream), None)
         for use in uses:
-            if later is not None and not _happens_before(operations, clocks, use, later):
+            if later is not None and use not in before[later]:
                 raise ValueError(
                     f"{_name(value)} is freed at position {place}, but position {later} may reuse "
                     f"its memory while position {use} still reads it"

@@ -1,18 +1,17 @@
 """Executes a schedule table: micro-batches through the two chunks of every rank, and back.
 
-A `Pipeline` holds this rank's chunks `pp.rank` and `2 * pp - 1 - pp.rank`. For each slot of the
-table's row it
+For each slot of its row of the table, a rank
 
     1. starts one batched exchange: the sends of the previous slot and the receives of this one,
     2. waits for the receives and drops what earlier exchanges have sent,
-    3. runs the action: the operations of overlap.py for a forward, a backward, or both,
-    4. passes the results on: to the other chunk when it is on this rank, else to the next exchange.
+    3. runs the action: the operations of `overlap.py` for a forward, a backward, or both,
+    4. keeps the results for the other chunk of this rank or for the next exchange.
 
-Every rank reads the micro-batches itself; only `hidden` and its gradient travel, `[T, H]` in the
-compute dtype, one shape for the whole run, so nothing about shapes is exchanged.
+Only `hidden` and its gradient travel, `[T, H]` in the compute dtype, one shape for the whole run;
+every rank reads the micro-batches itself.
 
-The trap: a batched exchange is a rendezvous. Its members are decided by the table alone, and
-`check_schedule` has proved that they meet; do not send or receive anything outside it.
+The trap: a batched exchange is a meeting. `check_schedule` proves those of the table; send and
+receive nothing outside it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,30 +43,28 @@ from pith_engine.violations import raise_violations
 
 @dataclass(frozen=True, kw_only=True)
 class StepLosses:
-    """What one step measured, summed over the whole mesh: the same numbers on every rank."""
+    """What one step measured over the whole mesh, equal on every rank."""
 
     loss: float
-    """Sum of token losses divided by the number of targets; 0 when there is no target."""
+    """Mean over the targets; 0 when there is none."""
     num_targets: int
-    """Targets that were counted."""
+    """How many were counted."""
     balance: float = 0.0
-    """Balance loss before its coefficient, mean over layers: 1 is even; 0 without one."""
+    """Without coefficient, mean over layers: 1 is even, 0 is off."""
     z_loss: float = 0.0
-    """Router z-loss before its coefficient, mean over layers; 0 when it is off."""
+    """Without coefficient, mean over layers; 0 is off."""
     max_load: float = 0.0
     """Largest expert load over the mean load of its layer; 0 without MoE layers."""
     dead_experts: int = 0
     """Experts that no counted token chose, over all layers."""
     load_entropy: float = 0.0
-    """Entropy of a layer's load over its largest value, mean over layers: 1 is even."""
+    """Entropy of the load over its largest value, mean over layers: 1 is even."""
 
 
 class Pipeline:
     """Runs whole steps of a model over the pp axis, with this rank's two chunks, lower one first.
 
-    `dtype` is that of `hidden`, the compute dtype; `device` is where it lives; stages that
-    `recompute` names keep their inputs only. A ValueError for another number of chunks, or a
-    `balance` that is out of range.
+    `dtype` is the compute dtype. A ValueError for other chunks, or a `balance` out of range.
     """
 
     def __init__(
@@ -90,17 +87,14 @@ class Pipeline:
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self.streams = Streams(device)
         self.expert_counts: dict[int, Tensor] = {}
-        """Number of each MoE layer here -> `[N]` int64 choices in the latest step's global batch;
-        empty before the first. State of `global-batch` balancing: save it, restore it."""
+        """MoE layer here -> `[N]` int64 choices in the latest step's global batch; empty at first.
+        The state of `global-batch` balancing."""
 
     def train_step(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
         """Forward and backward of this rank's micro-batches; gradients are added to `.grad`.
 
-        The micro-batches have equal token counts. `num_targets` are the non-ignored targets of the
-        global batch; with 0 nothing is run. Returns the losses over the whole mesh.
-
-        Raises:
-            ValueError: fewer than `2 * pp` micro-batches.
+        At least `2 * pp` (else a ValueError), of equal token counts. `num_targets` are the
+        non-ignored targets of the global batch; with 0 nothing is run.
         """
         table = dualpipev(self.mesh.pp.size, len(batches))
         if num_targets == 0:
@@ -108,34 +102,31 @@ class Pipeline:
         scale = torch.tensor(
             1.0 / num_targets, dtype=accumulation_dtype(self.dtype), device=self.device
         )
-        step = _Step(self, batches, scale)
-        losses = step.run(table[self.mesh.pp.rank], num_targets)
-        self.expert_counts = step.counts_by_layer
-        return losses
+        return _Step(self, batches, scale).run(table[self.mesh.pp.rank], num_targets)
 
     def saved_counts(self) -> dict[int, list[int]]:
-        """`expert_counts` of the whole model as JSON values; all ranks of `pp` call it."""
+        """`expert_counts` of the whole model; all ranks of pp call it."""
         own = {layer: counts.tolist() for layer, counts in self.expert_counts.items()}
         return {layer: c for part in gather_objects(own, self.mesh.pp) for layer, c in part.items()}
 
     def restore_counts(self, saved: Mapping[str, list[int]]) -> None:
-        """Set `expert_counts` from `saved_counts`, whose keys JSON made strings, of any mesh."""
-        numbers = [number for chunk in self.chunks.values() for number in chunk.layers]
+        """Set `expert_counts` from `saved_counts` of any mesh, whose keys JSON made strings."""
         self.expert_counts = {
             int(number): torch.tensor(saved[number], dtype=torch.int64, device=self.device)
-            for number in numbers
+            for chunk in self.chunks.values()
+            for number in chunk.layers
             if number in saved
         }
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
-        """Forward only, keeping no activations; arguments and result as in `train_step`."""
+        """Forward only; arguments and result as in `train_step`."""
         table = forward_only(self.mesh.pp.size, len(batches))
         return _Step(self, batches, None).run(table[self.mesh.pp.rank], num_targets)
 
 
 class _Step:
-    """The state of one step: passes under way, tensors between chunks, sums of losses."""
+    """The state of one step."""
 
     def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], loss_scale: Tensor | None):
         self.pipeline, self.batches, self.loss_scale = pipeline, batches, loss_scale
@@ -145,10 +136,8 @@ class _Step:
         self.started: list[Exchange] = []
         self.sums = torch.zeros(3, dtype=torch.float64, device=pipeline.device)
         self.expert_counts: dict[int, Tensor] = {}
-        self.counts_by_layer: dict[int, Tensor] = {}
 
     def run(self, slots: Sequence[Slot], num_targets: int) -> StepLosses:
-        """Execute one rank's row of a table and sum its losses over the mesh."""
         sends: tuple[Transfer, ...] = ()
         for slot in slots:
             self._exchange(sends, slot.receives)
@@ -168,14 +157,11 @@ class _Step:
         layers = [
             int(number)
             for chunk in chunks
-            for number, layer in zip(
-                self.pipeline.chunks[chunk].layers,
-                self.pipeline.chunks[chunk].decoder_layers(),
-                strict=True,
-            )
+            for number, layer in self.pipeline.chunks[chunk].layers.items()
             if layer.num_local_experts
         ]
-        self.counts_by_layer = dict(zip(layers, totals, strict=True))
+        if self.loss_scale is not None:
+            self.pipeline.expert_counts = dict(zip(layers, totals, strict=True))
         # Equal on all ranks of `data`: one of them adds its layers to the sums.
         loads = layer_loads(totals)
         own = torch.cat([loads[:, 1:], torch.ones_like(loads[:, :1])], dim=1).sum(0)
@@ -195,19 +181,23 @@ class _Step:
         )
 
     def _exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        arriving = [(self._empty_hidden(transfer), transfer.peer) for transfer in receives]
+        pipeline, arriving = self.pipeline, []
+        for transfer in receives:
+            size = (self.batches[transfer.micro_batch].tokens.numel(), pipeline.hidden_size)
+            hidden = torch.empty(size, dtype=pipeline.dtype, device=pipeline.device)
+            arriving.append((hidden, transfer.peer))
         started = exchange(
             [(self.parcels.pop(t.output).contiguous(), t.peer) for t in sends],
             arriving,
-            self.pipeline.mesh.pp,
+            pipeline.mesh.pp,
         )
         if receives:
             started.wait_receives()
             # A rank's exchanges run one after the other, so the earlier ones are over by now.
             self._drop_sent()
         self.started.append(started)
-        for transfer, (tensor, _) in zip(receives, arriving, strict=True):
-            self.parcels[transfer.output] = tensor
+        for transfer, (hidden, _) in zip(receives, arriving, strict=True):
+            self.parcels[transfer.output] = hidden
 
     def _drop_sent(self) -> None:
         for earlier in self.started:
@@ -215,42 +205,38 @@ class _Step:
         self.started.clear()
 
     def _act(self, action: Action) -> None:
-        this = (action.chunk, action.micro_batch)
-        match action.kind:
-            case ActionKind.FORWARD:
-                self._compute(self._open(this), None)
-            case ActionKind.BACKWARD:
-                self._compute(None, self.passes.pop(this))
-            case ActionKind.BACKWARD_INPUT:
-                there = self.passes.pop(this)
-                self._compute(None, there, defer_weights=True)
-                self.deferred[this] = there.weight_grads
-            case ActionKind.WEIGHT:
-                self.deferred.pop(this).flush()
-            case ActionKind.OVERLAP:
-                _, backward = action.parts
-                there = self.passes.pop((backward.chunk, backward.micro_batch))
-                self._compute(self._open(this), there)
+        forward = backward = None
+        for part in action.parts:
+            place = (part.chunk, part.micro_batch)
+            match part.kind:
+                case ActionKind.FORWARD:
+                    forward = self._open(*place)
+                case ActionKind.WEIGHT:
+                    self.deferred.pop(place).flush()
+                    return
+                case _:
+                    backward = self.passes.pop(place)
+        self._compute(forward, backward, action.kind is ActionKind.BACKWARD_INPUT)
 
-    def _open(self, place: tuple[int, int]) -> ChunkPass:
-        chunk, micro_batch = place
+    def _open(self, chunk: int, micro_batch: int) -> ChunkPass:
+        pipeline, place = self.pipeline, (chunk, micro_batch)
         opened = ChunkPass(
-            self.pipeline.chunks[chunk],
+            pipeline.chunks[chunk],
             self.batches[micro_batch],
-            self.pipeline.mesh,
+            pipeline.mesh,
             place=place,
             hidden=self.parcels.pop((TransferKind.HIDDEN, *place)) if chunk > 0 else None,
-            balance=self.pipeline.balance,
+            balance=pipeline.balance,
             loss_scale=self.loss_scale,
-            recompute=self.pipeline.recompute,
-            previous_counts=self.pipeline.expert_counts,
+            recompute=pipeline.recompute,
+            previous_counts=pipeline.expert_counts,
         )
         if self.loss_scale is not None:
             self.passes[place] = opened
         return opened
 
     def _compute(
-        self, forward: ChunkPass | None, backward: ChunkPass | None, *, defer_weights: bool = False
+        self, forward: ChunkPass | None, backward: ChunkPass | None, defer_weights: bool
     ) -> None:
         if backward is not None and not backward.chunk.is_last:
             backward.output_grad = self.parcels.pop((TransferKind.GRADIENT, *backward.place))
@@ -262,23 +248,17 @@ class _Step:
         )
         run_operations(operations, forward, backward, self.pipeline.streams)
         if forward is not None:
-            self._take_forward(forward)
-        if backward is not None and backward.input_grad is not None:
+            chunk, micro_batch = forward.place
+            if forward.output is not None:
+                self.parcels[TransferKind.HIDDEN, chunk + 1, micro_batch] = forward.output
+                forward.output = None
+            self.sums += torch.cat([forward.loss_sum[None], forward.auxiliary_sums])
+            if forward.expert_counts:
+                counts = torch.stack(forward.expert_counts)
+                self.expert_counts[chunk] = counts + self.expert_counts.get(chunk, 0)
+        if backward is not None:
             chunk, micro_batch = backward.place
-            self.parcels[TransferKind.GRADIENT, chunk - 1, micro_batch] = backward.input_grad
-
-    def _take_forward(self, forward: ChunkPass) -> None:
-        chunk, micro_batch = forward.place
-        if forward.output is not None:
-            self.parcels[TransferKind.HIDDEN, chunk + 1, micro_batch] = forward.output
-            forward.output = None
-        self.sums += torch.cat([forward.loss_sum[None], forward.auxiliary_sums])
-        if forward.expert_counts:
-            counts = torch.stack(forward.expert_counts)
-            so_far = self.expert_counts.get(chunk)
-            self.expert_counts[chunk] = counts if so_far is None else so_far + counts
-
-    def _empty_hidden(self, transfer: Transfer) -> Tensor:
-        num_tokens = self.batches[transfer.micro_batch].tokens.numel()
-        size = (num_tokens, self.pipeline.hidden_size)
-        return torch.empty(size, dtype=self.pipeline.dtype, device=self.pipeline.device)
+            if backward.input_grad is not None:
+                self.parcels[TransferKind.GRADIENT, chunk - 1, micro_batch] = backward.input_grad
+            if defer_weights:
+                self.deferred[backward.place] = backward.weight_grads

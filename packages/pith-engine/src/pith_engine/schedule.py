@@ -1,20 +1,18 @@
-"""Pipeline schedules as tables of facts: what each rank computes and transfers, in which order.
+"""Pipeline schedules as tables: what each rank computes and transfers, in which order.
 
-The model is cut into `2 * pp` chunks placed in a V: rank r holds chunks r and `2 * pp - 1 - r`, so
-rank 0 embeds and takes the loss, and the last rank passes from one chunk to the next without a
-transfer. `dualpipev` is DeepSeek's DualPipeV (https://github.com/deepseek-ai/DualPipe, from
-DualPipe in arXiv 2412.19437); `forward_only` serves evaluation.
+Rank r holds chunks r and `2 * pp - 1 - r` of `2 * pp`, a V: rank 0 embeds and takes the loss, and
+the last rank passes on without a transfer. `dualpipev` is DeepSeek's DualPipeV
+(https://github.com/deepseek-ai/DualPipe, from arXiv 2412.19437); `forward_only` is for evaluation.
 
 Before the action of slot k a rank issues one batched exchange: the sends of slot k-1 and the
-receives of slot k, for which the action waits. One more after the last slot carries its sends. A
-received tensor may be used in a later slot.
+receives of slot k, for which the action waits even if a later slot uses them. One more follows the
+last slot.
 
 The trap: a batched exchange is a meeting. NCCL runs the batches of a rank one after the other, each
-until all its transfers are done, so a send whose receive is posted late holds up everything behind
-it, and crossing meetings deadlock: posting each receive just before it is needed does.
-`_with_transfers` therefore places a receive before the first action that, at unit costs, starts no
-earlier than the sender is done. No rank then waits longer than for the data itself (`simulate.py`
-measures it; `schedule_check.py` proves that there is no deadlock).
+until all its transfers are done, so a receive posted late holds up everything behind its send, and
+crossing meetings, as of receives posted just before they are needed, deadlock. So a receive stands
+before the first action that, at unit costs, starts no earlier than the sender is done: no rank then
+waits longer than for the data itself (`simulate.py`).
 """
 
 from bisect import bisect_left
@@ -38,18 +36,18 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """One piece of compute; chunks are numbered through the model, 0 .. 2 * pp - 1."""
+    """One piece of compute."""
 
     kind: ActionKind
     """BACKWARD includes the weight gradients, BACKWARD_INPUT leaves them to WEIGHT."""
     chunk: int
-    """The chunk; of an OVERLAP, the one that runs forward."""
+    """Of an OVERLAP, the one that runs forward."""
     micro_batch: int
     """Its micro-batch."""
     backward_chunk: int | None = None
-    """The chunk that runs its BACKWARD; OVERLAP only."""
+    """OVERLAP only: what runs its BACKWARD."""
     backward_micro_batch: int | None = None
-    """Its micro-batch; OVERLAP only."""
+    """Its micro-batch."""
 
     @cached_property
     def parts(self) -> tuple["Action", ...]:
@@ -71,6 +69,11 @@ class TransferKind(Enum):
     HIDDEN = "hidden"
     GRADIENT = "gradient"
 
+    @property
+    def step(self) -> int:
+        """From the chunk that makes it to the one that consumes it."""
+        return 1 if self is TransferKind.HIDDEN else -1
+
 
 Output = tuple[TransferKind, int, int]
 """What an action makes for another: kind, consuming chunk, micro-batch."""
@@ -78,46 +81,37 @@ Output = tuple[TransferKind, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A tensor on its way between two ranks, seen from one of them."""
+    """A tensor on its way between two ranks, as one of them sees it."""
 
     kind: TransferKind
     """What travels."""
     chunk: int
     """The chunk that consumes it."""
     micro_batch: int
-    """Its micro-batch."""
+    """Of which it is."""
     peer: int
-    """The pp rank at the other end: destination of a send, source of a receive."""
+    """The pp rank at the other end."""
 
     @property
     def output(self) -> Output:
-        """What travels, whoever looks at it."""
+        """What travels."""
         return self.kind, self.chunk, self.micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One action with the transfers around it."""
+    """One action with the transfers around it, in order for each peer."""
 
     action: Action
     """What to compute."""
     receives: tuple[Transfer, ...] = ()
-    """Issued before the action, which waits for them; in order for each peer."""
+    """Issued before the action, which waits for them."""
     sends: tuple[Transfer, ...] = ()
-    """Issued with the receives of the next slot; in order for each peer."""
+    """Issued with the receives of the next slot."""
 
 
 ScheduleTable = tuple[tuple[Slot, ...], ...]
 """One row of slots per rank of the pp axis."""
-
-UNIT_COSTS = {
-    ActionKind.FORWARD: 1,
-    ActionKind.BACKWARD: 2,
-    ActionKind.BACKWARD_INPUT: 1,
-    ActionKind.WEIGHT: 1,
-    ActionKind.OVERLAP: 3,
-}
-"""Input and weight gradients cost one forward's matrix products each."""
 
 
 def chunk_rank(chunk: int, pp: int) -> int:
@@ -125,29 +119,30 @@ def chunk_rank(chunk: int, pp: int) -> int:
     return min(chunk, 2 * pp - 1 - chunk)
 
 
-def needed_output(part: Action, pp: int) -> Output | None:
-    """What a part of an action takes from a neighbouring chunk; None at the ends."""
-    if part.kind is ActionKind.FORWARD:
-        return (TransferKind.HIDDEN, part.chunk, part.micro_batch) if part.chunk > 0 else None
-    if part.kind is ActionKind.WEIGHT or part.chunk == 2 * pp - 1:
-        return None
-    return TransferKind.GRADIENT, part.chunk, part.micro_batch
+def needed_outputs(action: Action, pp: int) -> list[Output]:
+    """What an action takes from neighbouring chunks."""
+    return [output for output in _inputs(action) if 0 <= output[1] - output[0].step < 2 * pp]
 
 
-def made_output(part: Action, pp: int) -> Output | None:
-    """What a part of an action makes for a neighbouring chunk; None at the ends."""
-    if part.kind is ActionKind.FORWARD:
-        is_last = part.chunk == 2 * pp - 1
-        return None if is_last else (TransferKind.HIDDEN, part.chunk + 1, part.micro_batch)
-    if part.kind is ActionKind.WEIGHT or part.chunk == 0:
-        return None
-    return TransferKind.GRADIENT, part.chunk - 1, part.micro_batch
+def made_outputs(action: Action, pp: int) -> list[Output]:
+    """What an action makes for neighbouring chunks."""
+    outputs = [(kind, chunk + kind.step, number) for kind, chunk, number in _inputs(action)]
+    return [output for output in outputs if 0 <= output[1] < 2 * pp]
+
+
+def _inputs(action: Action) -> list[Output]:
+    hidden, gradient = TransferKind.HIDDEN, TransferKind.GRADIENT
+    return [
+        (hidden if part.kind is ActionKind.FORWARD else gradient, part.chunk, part.micro_batch)
+        for part in action.parts
+        if part.kind is not ActionKind.WEIGHT
+    ]
 
 
 def output_source(output: Output, pp: int) -> int:
     """The pp rank that makes an output."""
     kind, chunk, _ = output
-    return chunk_rank(chunk - 1 if kind is TransferKind.HIDDEN else chunk + 1, pp)
+    return chunk_rank(chunk - kind.step, pp)
 
 
 @cache
@@ -163,10 +158,9 @@ def dualpipev(pp: int, num_micro_batches: int) -> ScheduleTable:
 
 @cache
 def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
-    """Forwards alone, for evaluation; no activation is kept.
+    """Forwards alone: chunk c runs micro-batch m at time `c + 2 m`.
 
-    Chunk c runs micro-batch m at time `c + 2 m`: the two chunks of a rank differ in parity, so it
-    is never asked for both at once, nor idle between warm-up and drain.
+    A rank's chunks differ in parity: it never runs both at once, nor idles after its warm-up.
     """
     if pp < 1 or num_micro_batches < 1:
         raise ValueError(f"pp is {pp}, num_micro_batches {num_micro_batches}; both must be >= 1")
@@ -179,7 +173,7 @@ def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
 
 
 def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Action]:
-    """The compute order of one rank; F0, B1 ...: its first and second chunk."""
+    """The order of one rank; F0, B1 ...: its first and second chunk."""
     first, second = rank, 2 * pp - 1 - rank
     forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
     overlap, backward_input = ActionKind.OVERLAP, ActionKind.BACKWARD_INPUT
@@ -206,14 +200,11 @@ def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Actio
     steps += [weight, (backward_input, first)] * to_turn
     # 8. The weight gradients left: W.
     steps += [weight] * (rank + 1)
-    return _numbered(steps, first + second)
+    return _numbered(steps, pp)
 
 
-def _numbered(steps: list[tuple[ActionKind, int]], both: int) -> list[Action]:
-    """Number the micro-batches of each chunk's forwards and backwards from 0.
-
-    `both` is the sum of the rank's chunks: the second chunk of an OVERLAP is `both` less the first.
-    """
+def _numbered(steps: list[tuple[ActionKind, int]], pp: int) -> list[Action]:
+    """Number the micro-batches of each chunk's forwards and backwards."""
     forwards, backwards = defaultdict(count), defaultdict(count)
     deferred: deque[tuple[int, int]] = deque()
     actions = []
@@ -223,7 +214,7 @@ def _numbered(steps: list[tuple[ActionKind, int]], both: int) -> list[Action]:
             case ActionKind.FORWARD:
                 micro_batch = next(forwards[chunk])
             case ActionKind.OVERLAP:
-                micro_batch, other = next(forwards[chunk]), both - chunk
+                micro_batch, other = next(forwards[chunk]), 2 * pp - 1 - chunk
                 fields = {"backward_chunk": other, "backward_micro_batch": next(backwards[other])}
             case ActionKind.WEIGHT:
                 chunk, micro_batch = deferred.popleft()
@@ -236,7 +227,7 @@ def _numbered(steps: list[tuple[ActionKind, int]], both: int) -> list[Action]:
 
 
 def _with_transfers(rows: list[list[Action]]) -> ScheduleTable:
-    """Send every output at once; receive it where, by `_unit_times`, nobody waits."""
+    """Send every output at once; receive it where nobody waits."""
     pp = len(rows)
     starts, made = _unit_times(rows)
     receives: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
@@ -261,7 +252,7 @@ def _with_transfers(rows: list[list[Action]]) -> ScheduleTable:
 def _unit_times(
     rows: list[list[Action]],
 ) -> tuple[list[list[int]], dict[Output, tuple[int, int, int]]]:
-    """Start of every action, (end, rank, slot) of every output, if data travels in no time."""
+    """Start of every action; (end, rank, slot) of every output; data takes no time."""
     pp = len(rows)
     starts: list[list[int]] = [[] for _ in rows]
     clocks = [0] * pp
@@ -271,14 +262,15 @@ def _unit_times(
         progress = False
         for rank, row in enumerate(rows):
             while (slot := len(starts[rank])) < len(row):
-                parts = row[slot].parts
-                needs = [n for part in parts if (n := needed_output(part, pp)) is not None]
+                needs = needed_outputs(row[slot], pp)
                 if any(need not in made for need in needs):
                     break
                 starts[rank].append(max([clocks[rank], *(made[need][0] for need in needs)]))
-                clocks[rank] = starts[rank][-1] + UNIT_COSTS[row[slot].kind]
-                for part in parts:
-                    if (output := made_output(part, pp)) is not None:
-                        made[output] = (clocks[rank], rank, slot)
+                kinds = [part.kind for part in row[slot].parts]
+                # Input and weight gradients cost one forward's matrix products each.
+                cost = len(kinds) + kinds.count(ActionKind.BACKWARD)
+                clocks[rank] = starts[rank][-1] + cost
+                for output in made_outputs(row[slot], pp):
+                    made[output] = (clocks[rank], rank, slot)
                 progress = True
     return starts, made

@@ -1,7 +1,7 @@
 """Proofs about a schedule table, whoever made it, and the replay of its exchanges.
 
-Exchanges are replayed under the strictest semantics any backend has: a batched exchange is a
-meeting of its partners. Takes milliseconds and no device.
+Exchanges are replayed under the strictest semantics any backend has: each is a meeting of its
+partners.
 """
 
 from collections import defaultdict, deque
@@ -14,53 +14,42 @@ from pith_engine.schedule import (
     ScheduleTable,
     Slot,
     chunk_rank,
-    made_output,
-    needed_output,
+    made_outputs,
+    needed_outputs,
     output_source,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """One batched exchange of a rank, and those of other ranks that it must meet."""
+    """One batched exchange of a rank, and those that it must meet."""
 
     rank: int
     """Who issues it."""
     position: int
-    """The slot before whose action it is issued; the number of slots for the last."""
+    """Of the slot before which it is issued; the number of slots for the last."""
     partners: tuple[tuple[int, int], ...]
-    """(rank, position) of every exchange at the other end of one of its transfers."""
+    """(rank, position) of the exchange at the other end of each of its transfers."""
 
 
 def check_schedule(
     table: ScheduleTable, num_micro_batches: int, *, has_backward: bool = True
 ) -> None:
-    """Prove that a table computes everything once, in order, without deadlock, in bounded memory.
+    """Prove that a table computes and transfers everything once, in order, without deadlock.
 
-    Without backwards no activation is kept.
-
-    Raises:
-        ValueError: a forward or backward is missing, repeated, foreign or out of order; a deferred
-            weight gradient is not run once, after its backward and in that order; an output is not
-            sent and received once, in time, between the right ranks and in one order; exchanges
-            deadlock; or a rank holds more than `2 * pp + 1` activations at once.
+    And that no rank holds more than `2 * pp + 1` activations at once. Else a ValueError.
     """
     pp = len(table)
     for rank, row in enumerate(table):
         _check_compute(rank, row, pp, num_micro_batches, has_backward)
-    for rank, row in enumerate(table):
         _check_transfers(rank, row, pp)
-    meetings(table)
-    for rank, row in enumerate(table):
         if has_backward and (live := peak_live(row)) > 2 * pp + 1:
             raise ValueError(f"rank {rank} holds {live} activations, at most {2 * pp + 1} fit")
+    meetings(table)
 
 
 def peak_live(row: tuple[Slot, ...]) -> int:
-    """Most activations (chunk-micro-batches) a rank holds at once.
-
-    One lives from its forward to its BACKWARD or WEIGHT; during an OVERLAP new and old both live.
-    """
+    """Most activations a rank holds at once: each from its forward to its BACKWARD or WEIGHT."""
     live = peak = 0
     for slot in row:
         kinds = [part.kind for part in slot.action.parts]
@@ -73,9 +62,8 @@ def peak_live(row: tuple[Slot, ...]) -> int:
 def meetings(table: ScheduleTable) -> tuple[Meeting, ...]:
     """Every exchange of every rank, in an order in which they can complete.
 
-    An exchange starts when the rank's previous exchange and action are over, and is over when all
-    its partners have started. A ValueError names a send and a receive that do not match in order,
-    or the exchanges that wait for each other.
+    One starts when the rank's previous exchange and action are over, and is over when all its
+    partners have started. A ValueError when sends and receives do not match, or on a deadlock.
     """
     partners = _partners(table)
     started = [0] * len(table)  # the exchange that each rank has reached
@@ -104,61 +92,56 @@ def meetings(table: ScheduleTable) -> tuple[Meeting, ...]:
 def _check_compute(
     rank: int, row: tuple[Slot, ...], pp: int, num_micro_batches: int, has_backward: bool
 ) -> None:
-    """Each chunk runs each micro-batch once, ascending; weights follow their inputs in order."""
-    forwards, backwards, deferred = [], [], deque()
+    forwards, backwards = defaultdict(list), defaultdict(list)
+    deferred = deque[tuple[int, int]]()
     for part in (part for slot in row for part in slot.action.parts):
         work = (part.chunk, part.micro_batch)
         match part.kind:
             case ActionKind.FORWARD:
-                forwards.append(work)
+                forwards[part.chunk].append(part.micro_batch)
             case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
-                if work not in forwards:
+                if part.micro_batch not in forwards[part.chunk]:
                     raise ValueError(f"rank {rank}: backward of {work} before its forward")
-                backwards.append(work)
+                backwards[part.chunk].append(part.micro_batch)
                 if part.kind is ActionKind.BACKWARD_INPUT:
                     deferred.append(work)
             case _:
                 if not deferred or deferred.popleft() != work:
                     raise ValueError(
-                        f"rank {rank}: weight of {work} is not the oldest deferred one; weights "
-                        "run once, in the order of their backward inputs"
+                        f"rank {rank}: weight of {work} is not the oldest deferred one"
                     )
     if deferred:
         raise ValueError(f"rank {rank}: deferred weights of {list(deferred)} are never run")
     for what, done, wanted in (
         ("forward", forwards, num_micro_batches),
-        ("backward", backwards, num_micro_batches if has_backward else 0),
+        ("backward", backwards, num_micro_batches * has_backward),
     ):
-        for chunk in sorted({rank, 2 * pp - 1 - rank, *(c for c, _ in done)}):
+        for chunk in sorted({rank, 2 * pp - 1 - rank, *done}):
             expected = range(wanted if chunk_rank(chunk, pp) == rank else 0)
-            got = [micro_batch for c, micro_batch in done if c == chunk]
-            if got != list(expected):
+            if done[chunk] != list(expected):
                 raise ValueError(
-                    f"rank {rank}: chunk {chunk} runs {what} of micro-batches {got}; expected is "
-                    f"each of {expected} once, ascending"
+                    f"rank {rank}: chunk {chunk} runs {what} of micro-batches {done[chunk]}; "
+                    f"expected is each of {expected} once, ascending"
                 )
 
 
 def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
-    """Inputs are made or received before their use, outputs sent once made, each exactly once."""
     received, made, sent, used = set[Output](), set[Output](), set[Output](), set[Output]()
     for k, slot in enumerate(row):
         where = f"rank {rank}, slot {k}"
         for t in slot.receives:
-            source = output_source(t.output, pp)
-            if t.output in received or source != t.peer or source == rank:
+            is_right_peer = output_source(t.output, pp) == t.peer != rank
+            if t.output in received or not is_right_peer:
                 raise ValueError(f"{where}: {t} is received twice, or not from the rank it is on")
             received.add(t.output)
-        for part in slot.action.parts:
-            if (need := needed_output(part, pp)) is None:
-                continue
+        for need in needed_outputs(slot.action, pp):
             is_local = output_source(need, pp) == rank
             if need not in (made if is_local else received):
                 what = "its local input" if is_local else "its input is received"
-                raise ValueError(f"{where}: {part} runs before {what}")
+                raise ValueError(f"{where}: {slot.action} runs before {what}")
             if not is_local:
                 used.add(need)
-        made.update(o for part in slot.action.parts if (o := made_output(part, pp)))
+        made.update(made_outputs(slot.action, pp))
         for t in slot.sends:
             is_right_peer = chunk_rank(t.chunk, pp) == t.peer != rank
             if t.output not in made or t.output in sent or not is_right_peer:
@@ -170,7 +153,7 @@ def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
 
 
 def _partners(table: ScheduleTable) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """For each (rank, exchange), the exchanges at the other end of its transfers."""
+    """(rank, exchange) -> the exchanges at the other end of its transfers."""
     sent: defaultdict[tuple[int, int], list[tuple[int, Output]]] = defaultdict(list)
     received: defaultdict[tuple[int, int], list[tuple[int, Output]]] = defaultdict(list)
     for rank, row in enumerate(table):

@@ -1,31 +1,30 @@
-"""Run a schedule table with given costs: when each slot runs, the bubble, the live activations.
+"""Run a schedule table with given costs: when each slot runs, and the bubble.
 
-The rules are the executor's (`schedule.py`), so the timeline shows the waits of a real run, those
-for late receives included. With one cost for all chunks, DualPipeV's bubble is
-`(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek DualPipe): F&B an overlapped slot, B a full
-backward, W its weight part.
+The rules are the executor's (`schedule.py`), waits for late receives included. With one cost for
+all chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek DualPipe):
+F&B an overlapped slot, B a full backward, W its weight part.
 """
 
 from dataclasses import dataclass
 
-from pith_engine.schedule import UNIT_COSTS, Action, ActionKind, ScheduleTable
+from pith_engine.schedule import Action, ActionKind, ScheduleTable
 from pith_engine.schedule_check import meetings, peak_live
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleCosts:
-    """Durations in any one unit; tuples hold a value for each of the `2 * pp` chunks."""
+    """Durations in any unit; tuples hold a value for each of the `2 * pp` chunks."""
 
     forward: tuple[float, ...]
-    """A forward of each chunk."""
+    """Of a forward."""
     backward_input: tuple[float, ...]
-    """Its backward without weight gradients."""
+    """Of a backward without weight gradients."""
     weight: tuple[float, ...]
-    """Its weight gradients."""
+    """Of the weight gradients."""
     overlap: float = 1.0
-    """Duration of an overlapped slot over the sum of its two parts."""
+    """An overlapped slot over the sum of its parts."""
     transfer: float = 0.0
-    """One batched exchange, once all partners have started."""
+    """Of an exchange, once all partners have started."""
 
     def __post_init__(self):
         if not len(self.forward) == len(self.backward_input) == len(self.weight):
@@ -38,15 +37,12 @@ class ScheduleCosts:
         """How long one action runs."""
         total = 0.0
         for part in action.parts:
-            match part.kind:
-                case ActionKind.FORWARD:
-                    total += self.forward[part.chunk]
-                case ActionKind.BACKWARD_INPUT:
-                    total += self.backward_input[part.chunk]
-                case ActionKind.WEIGHT:
-                    total += self.weight[part.chunk]
-                case _:
-                    total += self.backward_input[part.chunk] + self.weight[part.chunk]
+            if part.kind is ActionKind.FORWARD:
+                total += self.forward[part.chunk]
+            if part.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
+                total += self.backward_input[part.chunk]
+            if part.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
+                total += self.weight[part.chunk]
         return total * self.overlap if action.kind is ActionKind.OVERLAP else total
 
 
@@ -57,9 +53,9 @@ class Timeline:
     starts: tuple[tuple[float, ...], ...]
     """Of every slot, one row per rank."""
     ends: tuple[tuple[float, ...], ...]
-    """Of every slot, one row per rank."""
+    """As `starts`."""
     peak_live: tuple[int, ...]
-    """Most activations each rank holds at once, as `schedule_check.peak_live` counts them."""
+    """Of each rank, as `schedule_check.peak_live` counts."""
 
     @property
     def duration(self) -> float:
@@ -68,7 +64,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time each rank computes."""
+        """Of each rank."""
         rows = zip(self.starts, self.ends, strict=True)
         return tuple(sum(e - s for s, e in zip(*row, strict=True)) for row in rows)
 
@@ -80,18 +76,17 @@ class Timeline:
 
 def unit_schedule_costs(pp: int) -> ScheduleCosts:
     """The same cost for every chunk, in units of one forward."""
-    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.WEIGHT)
-    forward, backward_input, weight = ((UNIT_COSTS[kind],) * (2 * pp) for kind in kinds)
-    return ScheduleCosts(forward=forward, backward_input=backward_input, weight=weight)
+    ones = (1.0,) * (2 * pp)
+    return ScheduleCosts(forward=ones, backward_input=ones, weight=ones)
 
 
 def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
-    """Run a table; ValueError for costs of other chunks, or exchanges that deadlock."""
+    """Run a table; ValueError for costs of other chunks or a deadlock."""
     if len(costs.forward) != 2 * len(table):
         raise ValueError(f"costs hold {len(costs.forward)} chunks; {len(table)} ranks have twice")
     starts: list[list[float]] = [[] for _ in table]
     ends: list[list[float]] = [[] for _ in table]
-    # Start of every exchange reached so far; `meetings` orders them so that partners are known.
+    # Start of every exchange so far; `meetings` orders them so that partners are known.
     begun = {(rank, 0): 0.0 for rank in range(len(table))}
     for meeting in meetings(table):
         rank, position = meeting.rank, meeting.position

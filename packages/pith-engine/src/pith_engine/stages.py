@@ -1,35 +1,26 @@
 """The five stages of a decoder layer, forward and backward, written once.
 
-One micro-batch on its way through one chunk is a `ChunkPass`. The stages are attention, dispatch,
-experts, combine and aggregate; `aggregate` of a layer and `attention` of the next share one
-autograd graph, a segment:
+A `ChunkPass` takes one micro-batch through the attention, dispatch, experts, combine and aggregate
+of a chunk's layers. `aggregate` of a layer and `attention` of the next share one autograd graph, a
+segment; the first embeds or takes the chunk's input, the last ends with the loss or the chunk's
+output. Graphs never cross a boundary: what enters a segment or `experts` is a leaf, what leaves it
+a root. So forward and backward of different micro-batches interleave as `overlap.py` declares.
 
-    segment 0   dispatch 0   experts 0   combine 0   segment 1   ...   segment L
+With recomputation a stage keeps its inputs, and its graph is built just before its backward. Those
+of `experts` are the rows that arrived, so no all-to-all is repeated; those of a segment its leaves
+and the expert ids of the forward. Statistics are those of the first run. The last segment keeps its
+graph: its fused loss has no logits to save.
 
-Segment 0 embeds or takes the chunk's input, segment L ends with the loss or the chunk's output.
-Autograd graphs never cross a boundary: what enters a segment or `experts` is a leaf, what leaves it
-is a root, and a stage's backward is one `torch.autograd.backward(roots, gradients)` whose leaves
-then hold the gradients that go on. So forward and backward of different micro-batches interleave in
-any order that overlap.py declares; `run_operations` is the one loop that executes such a list.
+The gradients of loss and balance roots are 1 / (global target count); nothing is rescaled later.
 
-With recomputation a stage runs without a graph and keeps its inputs; before its backward the graph
-is built once more (`recompute_segment`, `recompute_experts`). The inputs of `experts` are the rows
-that arrived, so no all-to-all is repeated; those of an inner segment are its leaves and the expert
-ids that the forward chose. Statistics are those of the first run. The last segment keeps its graph:
-its loss is fused and has no logits to save.
-
-Gradients are final: those of the loss and balance roots, which hold their coefficients, are
-1 / (global target count); nothing is rescaled afterwards.
-
-The trap: an operation hands its result to one later operation, which may run on another stream.
-When the result may be dropped is part of the list (`Operation.frees`, proved by overlap.py), so no
-tensor that communication made may be kept past it: `open_metadata` copies. Rows kept for
-recomputation are the exception, and overlap.py proves when those may be dropped.
+The trap: when a result is dropped is part of the list (`Operation.frees`), so no tensor that
+communication made may be kept past it: `open_metadata` copies. Only rows kept for recomputation
+are, and `overlap.py` proves when they may be dropped.
 """
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from pith_ops.dispatch import (
@@ -44,12 +35,7 @@ from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pith_engine.balance import (
-    BalanceConfig,
-    auxiliary_losses,
-    count_choices,
-    load_factors,
-)
+from pith_engine.balance import BalanceConfig, auxiliary_losses, count_choices, load_factors
 from pith_engine.contract import Batch, DecoderLayer, ModelChunk, Routing
 from pith_engine.expert_parallel import (
     Arrival,
@@ -58,7 +44,6 @@ from pith_engine.expert_parallel import (
     open_metadata,
     pack_metadata,
     pack_tokens,
-    return_rows,
     route_tokens,
 )
 from pith_engine.mesh import Axis, Mesh
@@ -67,35 +52,25 @@ from pith_engine.overlap import READS, Operation, OperationKind, Recompute, Stre
 
 @dataclass(kw_only=True)
 class Segment:
-    """One segment's autograd graph: what entered it and what left it."""
+    """What entered and what left one segment's autograd graph."""
 
     leaves: list[Tensor]
-    """Segment 0: the chunk's input, or nothing. Later: combined `[T, H]`, residual `[T, H]`."""
+    """Combined and residual `[T, H]`; of segment 0 the chunk's input, if any."""
     roots: list[GradientEdge | None] = field(default_factory=list)
-    """Inner: tokens, residual and, with routing, weights and balance. Last: output or loss. Edges,
-    so that no value waits for its gradient; None where no gradient goes."""
+    """Tokens, residual and, with routing, weights and balance; at the end output or loss. As edges,
+    which keep no value alive; None where no gradient goes."""
     residual: Tensor | None = None
     """`[T, H]`, until the next segment takes it."""
     route: Route | None = None
-    """Where the segment's tokens go; None for a dense layer and in the last segment."""
+    """None for a dense layer and in the last segment."""
     chosen: Tensor | None = None
-    """`[T, K]` ids that the router chose, for a recomputation to choose them again."""
+    """`[T, K]` `Routing.chosen` of the first run."""
     load_factors: Tensor | None = None
-    """Those of `balance.load_factors`, counted by the first run."""
-
-
-@dataclass(kw_only=True)
-class ExpertCall:
-    """One call of a layer's experts: its leaf, its root and how rows were sorted."""
-
-    leaf: Tensor
-    root: Tensor
-    arrival: Arrival | None
-    """None for a dense layer."""
+    """Of `balance.load_factors`, from the first run."""
 
 
 class Streams:
-    """The CUDA streams of `overlap.Stream`; on a CPU everything runs in program order."""
+    """The CUDA streams of `Stream`; on a CPU everything runs in program order."""
 
     def __init__(self, device: torch.device):
         self._device = device if device.type == "cuda" else None
@@ -123,108 +98,120 @@ class Streams:
         done.append(event)
 
 
+@dataclass(eq=False)
 class ChunkPass:
-    """One micro-batch in one chunk: its stages' graphs, and the results on their way.
+    """One micro-batch in one chunk: its graphs and what it found."""
 
-    `place` is (chunk, micro-batch), `hidden` the chunk's input `[T, H]` (None for the first chunk),
-    `loss_scale` the scalar 1 / (global target count), None for evaluation, which keeps no graph.
-    `recompute` names the stages that run again in the backward, whose list is made with it too;
-    `previous_counts` as in `Pipeline.expert_counts`.
-    """
+    chunk: ModelChunk
+    batch: Batch
+    mesh: Mesh
+    _: KW_ONLY
+    place: tuple[int, int]
+    """Chunk, micro-batch."""
+    hidden: Tensor | None
+    """The chunk's input `[T, H]`; None for the first chunk."""
+    balance: BalanceConfig
+    loss_scale: Tensor | None
+    """The scalar 1 / (global target count); None for evaluation, which keeps no graph."""
+    recompute: Recompute = "none"
+    previous_counts: Mapping[int, Tensor] = field(default_factory=dict)
+    """As in `Pipeline.expert_counts`."""
 
-    def __init__(
-        self,
-        chunk: ModelChunk,
-        batch: Batch,
-        mesh: Mesh,
-        *,
-        place: tuple[int, int],
-        hidden: Tensor | None,
-        balance: BalanceConfig,
-        loss_scale: Tensor | None,
-        recompute: Recompute = "none",
-        previous_counts: Mapping[int, Tensor] | None = None,
-    ):
-        self.chunk, self.batch, self.mesh, self.balance = chunk, batch, mesh, balance
-        self.layers: list[DecoderLayer] = chunk.decoder_layers()
-        self.place, self.hidden, self.loss_scale = place, hidden, loss_scale
-        self.recompute: Recompute = recompute
+    def __post_init__(self):
+        self.layers: list[DecoderLayer] = self.chunk.decoder_layers()
         self.segments: dict[int, Segment] = {}
-        self.expert_calls: dict[int, ExpertCall] = {}
+        self.expert_calls: dict[int, tuple[Tensor, Tensor, Arrival | None]] = {}
+        """Leaf, root and order of the rows of a layer's experts; no order for a dense layer."""
         self.kept_rows: dict[int, tuple[Tensor, Arrival | None]] = {}
-        """What arrived at the experts of each layer that are to be recomputed."""
+        """What arrived at experts that are to be recomputed."""
         self.weight_grads = WeightGradQueue()
-        self.layer_numbers = [int(number) for number in chunk.layers]
-        self.previous_counts = previous_counts or {}
         self.expert_counts: list[Tensor] = []
-        self.auxiliary_sums = batch.tokens.new_zeros(2, dtype=torch.float64)
+        self.auxiliary_sums = self.batch.tokens.new_zeros(2, dtype=torch.float64)
         """Balance loss and z-loss."""
-        self.loss_sum = batch.tokens.new_zeros((), dtype=torch.float64)
+        self.loss_sum = self.batch.tokens.new_zeros((), dtype=torch.float64)
         self.output: Tensor | None = None
         self.output_grad: Tensor | None = None
-        """Gradient that flows along the residual into the next backward segment."""
+        """What flows along the residual into the next backward segment."""
         self.input_grad: Tensor | None = None
 
     def forward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Aggregate layer index - 1, run attention of layer `index`; returns rows to dispatch."""
-        segment = Segment(leaves=self._segment_leaves(index, arrived))
-        self.segments[index] = segment
+        """Aggregate of layer index - 1, attention of layer index; returns rows to dispatch."""
+        segment = self.segments[index] = Segment(leaves=self._segment_leaves(index, arrived))
         if index == len(self.layers):
-            self._finish(segment)
+            root = hidden = self._enter(index, segment.leaves)
+            if self.chunk.is_last:
+                root = self.chunk.loss(hidden, self.batch)
+                self.loss_sum += root.detach()
+            else:
+                self.output = hidden.detach()
+            segment.roots = [_edge(root)]
             return ()
-        with self._graph(kept=self.recompute != "attention+experts"):
+        is_kept = self.loss_scale is not None and self.recompute != "attention+experts"
+        with torch.set_grad_enabled(is_kept):
             tokens, segment.residual, routing = self._run_segment(index, segment)
-        if routing is None:
-            return (tokens.detach(),)
-        segment.chosen = routing.chosen
-        num_experts = self.layers[index].num_local_experts
-        route = segment.route = route_tokens(routing, num_experts, self.mesh.ep)
-        # After the host has waited for the counts, not before.
-        self._count(index, segment, routing)
+            if routing is None:
+                return (tokens.detach(),)
+            segment.chosen = routing.chosen
+            num_experts = self.layers[index].num_local_experts
+            route = segment.route = route_tokens(routing, num_experts, self.mesh.ep)
+            # After the host has waited for the counts, not before.
+            counts = count_choices(routing, self.batch, self.balance.method)
+            self.expert_counts.append(counts.sum(0))
+            previous = self.previous_counts.get(int([*self.chunk.layers][index]))
+            segment.load_factors = load_factors(self.balance.method, counts, previous, self.mesh.cp)
+            self.auxiliary_sums += self._add_balance(segment, routing)
         return pack_tokens(tokens, route), pack_metadata(routing, route)
 
-    def send_to_experts(
-        self, index: int, rows: tuple[Tensor, ...], axis: Axis
+    def exchange(
+        self, index: int, rows: tuple[Tensor, ...], axis: Axis, *, back: bool
     ) -> tuple[Tensor, ...]:
-        """Forward dispatch: tokens and metadata. Backward combine: gradients of combined tokens."""
+        """All-to-all to a layer's experts or back; the rows of a dense layer stay."""
         route = self.segments[index].route
-        return rows if route is None else tuple(exchange_rows(row, route, axis) for row in rows)
-
-    def send_back(self, index: int, rows: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
-        """Forward combine: partial sums. Backward dispatch: gradients of tokens and weights."""
-        route = self.segments[index].route
-        return rows if route is None else tuple(return_rows(row, route, axis) for row in rows)
+        if route is None:
+            return rows
+        sizes = (route.received, route.sent) if back else (route.sent, route.received)
+        return tuple(exchange_rows(row, *sizes, axis) for row in rows)
 
     def forward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the layer's experts on what arrived; returns one partial sum per row."""
         route = self.segments[index].route
         arrival = None if route is None else open_metadata(received[1], route)
-        with self._graph(kept=self.recompute == "none"):
+        is_kept = self.loss_scale is not None and self.recompute == "none"
+        with torch.set_grad_enabled(is_kept):
             call = self._run_experts(index, received[0], arrival)
-        if self.loss_scale is not None:
-            if self.recompute == "none":
-                self.expert_calls[index] = call
-            else:
-                self.kept_rows[index] = received[0], arrival
+        if is_kept:
+            self.expert_calls[index] = call
+        elif self.loss_scale is not None:
+            self.kept_rows[index] = received[0], arrival
+        outputs = call[1].detach()
         if arrival is None:
-            return (call.root.detach(),)
-        return (weighted_partial_sums(call.root.detach(), arrival.weights, arrival.plan),)
+            return (outputs,)
+        return (weighted_partial_sums(outputs, arrival.weights, arrival.plan),)
 
     def recompute_segment(self, index: int) -> None:
-        """Build the graph of an inner segment that ran without one."""
+        """Build the graph that the forward of an inner segment did without."""
         segment = self.segments[index]
         _, _, routing = self._run_segment(index, segment)
         if routing is not None:
             self._add_balance(segment, routing)
 
     def recompute_experts(self, index: int) -> None:
-        """Build the graph of a layer's experts that ran without one; drops the rows kept for it."""
+        """As for a segment; drops the rows kept for it."""
         self.expert_calls[index] = self._run_experts(index, *self.kept_rows.pop(index))
 
     def backward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Backward of a segment; returns the gradient rows of the layer below it."""
         segment = self.segments.pop(index)
-        gradients = self._root_gradients(index, segment, arrived)
+        assert self.loss_scale is not None, "a pass without a graph has no backward"
+        if index == len(self.layers):
+            gradients = [self.loss_scale if self.output_grad is None else self.output_grad]
+        else:
+            combined, *weights = arrived
+            if segment.route is not None:
+                combined = sum_ranks(combined, segment.route.plan)
+                weights = [sum_rank_weights(weights[0], segment.route.plan)]
+            gradients = [combined, self.output_grad, *weights]
+        gradients += [self.loss_scale] * (len(segment.roots) - len(gradients))
         pairs = zip(segment.roots, gradients, strict=True)
         roots, gradients = zip(*[pair for pair in pairs if pair[0] is not None], strict=True)
         torch.autograd.backward(roots, gradients)
@@ -238,16 +225,15 @@ class ChunkPass:
 
     def backward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Input gradients of the experts; their weight gradients go to `weight_grads`."""
-        call = self.expert_calls.pop(index)
-        if call.arrival is None:
-            torch.autograd.backward([call.root], [received[0]])
-            return (_gradient(call.leaf),)
-        weights, plan = call.arrival.weights, call.arrival.plan
+        leaf, root, arrival = self.expert_calls.pop(index)
+        if arrival is None:
+            torch.autograd.backward([root], [received[0]])
+            return (_gradient(leaf),)
         outputs_grad, weights_grad = weighted_partial_sums_backward(
-            received[0], call.root.detach(), weights, plan
+            received[0], root.detach(), arrival.weights, arrival.plan
         )
-        torch.autograd.backward([call.root], [outputs_grad])
-        return sum_pairs(_gradient(call.leaf), plan), weights_grad
+        torch.autograd.backward([root], [outputs_grad])
+        return sum_pairs(_gradient(leaf), arrival.plan), weights_grad
 
     def _segment_leaves(self, index: int, arrived: tuple[Tensor, ...]) -> list[Tensor]:
         values = [] if self.hidden is None else [self.hidden]
@@ -261,9 +247,6 @@ class ChunkPass:
             if self.loss_scale is None:
                 del self.segments[index - 1]
         return [value.detach().requires_grad_(self.loss_scale is not None) for value in values]
-
-    def _graph(self, *, kept: bool) -> torch.set_grad_enabled:
-        return torch.set_grad_enabled(kept and self.loss_scale is not None)
 
     def _enter(self, index: int, leaves: list[Tensor]) -> Tensor:
         if index > 0:
@@ -279,52 +262,19 @@ class ChunkPass:
         segment.roots = [_edge(root) for root in (tokens, residual, *weights)]
         return tokens, residual, routing
 
-    def _run_experts(self, index: int, received: Tensor, arrival: Arrival | None) -> ExpertCall:
+    def _run_experts(
+        self, index: int, received: Tensor, arrival: Arrival | None
+    ) -> tuple[Tensor, Tensor, Arrival | None]:
         rows = received if arrival is None else gather_rows(received, arrival.plan)
         leaf = rows.detach().requires_grad_(self.loss_scale is not None)
         groups = None if arrival is None else arrival.plan.groups
-        root = self.layers[index].experts(leaf, groups, self.weight_grads)
-        return ExpertCall(leaf=leaf, root=root, arrival=arrival)
-
-    def _count(self, index: int, segment: Segment, routing: Routing) -> None:
-        """Statistics of a first run, and its balance root."""
-        method, previous = self.balance.method, self.previous_counts.get(self.layer_numbers[index])
-        counts = count_choices(routing, self.batch, method)
-        self.expert_counts.append(counts.sum(0))
-        segment.load_factors = load_factors(method, counts, previous, self.mesh.cp)
-        with self._graph(kept=self.recompute != "attention+experts"):
-            self.auxiliary_sums += self._add_balance(segment, routing)
+        return leaf, self.layers[index].experts(leaf, groups, self.weight_grads), arrival
 
     def _add_balance(self, segment: Segment, routing: Routing) -> Tensor:
-        """The balance root, if any, from the first run's load factors; returns its losses."""
+        """Add the balance root, if any; returns its losses."""
         root, losses = auxiliary_losses(self.balance, routing, self.batch, segment.load_factors)
         segment.roots += [] if root is None else [_edge(root)]
         return losses
-
-    def _finish(self, segment: Segment) -> None:
-        root = hidden = self._enter(len(self.layers), segment.leaves)
-        if self.chunk.is_last:
-            root = self.chunk.loss(hidden, self.batch)
-            self.loss_sum += root.detach()
-        else:
-            self.output = hidden.detach()
-        segment.roots = [_edge(root)]
-
-    def _root_gradients(
-        self, index: int, segment: Segment, arrived: tuple[Tensor, ...]
-    ) -> list[Tensor | None]:
-        assert self.loss_scale is not None, "a pass without a graph has no backward"
-        if index == len(self.layers):
-            return [self.output_grad if self.output_grad is not None else self.loss_scale]
-        if segment.route is None:
-            return [arrived[0], self.output_grad]
-        plan = segment.route.plan
-        gradients = [
-            sum_ranks(arrived[0], plan),
-            self.output_grad,
-            sum_rank_weights(arrived[1], plan),
-        ]
-        return gradients + [self.loss_scale] * (len(segment.roots) - len(gradients))
 
 
 def run_operations(
@@ -333,22 +283,19 @@ def run_operations(
     backward: ChunkPass | None,
     streams: Streams,
 ) -> None:
-    """Execute a list of `overlap.interleave` for at most one forward and one backward pass.
-
-    Each operation's result is kept until the operation that frees it has been launched.
-    """
+    """Execute a list of `interleave` for at most one forward and one backward pass."""
     results: dict[Value, tuple[Tensor, ...]] = {}
     done: list[torch.cuda.Event] = []
     for operation in operations:
         side = forward if operation.kind.is_forward else backward
         assert side is not None, f"{operation.kind} without a pass that it belongs to"
         arrived: tuple[Tensor, ...] = ()
-        for source, offset in READS[operation.kind][:1]:
+        for source, offset in READS.get(operation.kind, ())[:1]:
             arrived = results.get((source, operation.index + offset), ())
         waits = [done[position] for position in operation.waits] if done else []
         with streams.launch(operation.stream, waits, done):
             result = _run(side, operation, arrived)
-        results[operation.kind, operation.index] = result
+        results[operation.value] = result
         del arrived, result
         for value in operation.frees:
             del results[value]
@@ -361,28 +308,26 @@ def _run(side: ChunkPass, operation: Operation, arrived: tuple[Tensor, ...]) -> 
         case OperationKind.FORWARD_SEGMENT:
             return side.forward_segment(index, arrived)
         case OperationKind.FORWARD_DISPATCH:
-            return side.send_to_experts(index, arrived, side.mesh.ep)
+            return side.exchange(index, arrived, side.mesh.ep, back=False)
         case OperationKind.FORWARD_EXPERTS:
             return side.forward_experts(index, arrived)
         case OperationKind.FORWARD_COMBINE:
-            return side.send_back(index, arrived, side.mesh.ep)
+            return side.exchange(index, arrived, side.mesh.ep, back=True)
         case OperationKind.BACKWARD_SEGMENT:
             return side.backward_segment(index, arrived)
         case OperationKind.BACKWARD_COMBINE:
-            return side.send_to_experts(index, arrived, side.mesh.ep_backward)
+            return side.exchange(index, arrived, side.mesh.ep_backward, back=False)
         case OperationKind.BACKWARD_EXPERTS:
             return side.backward_experts(index, arrived)
         case OperationKind.BACKWARD_DISPATCH:
-            return side.send_back(index, arrived, side.mesh.ep_backward)
+            return side.exchange(index, arrived, side.mesh.ep_backward, back=True)
         case OperationKind.BACKWARD_WEIGHT:
             side.weight_grads.flush()
-            return ()
         case OperationKind.RECOMPUTE_SEGMENT:
             side.recompute_segment(index)
-            return ()
         case OperationKind.RECOMPUTE_EXPERTS:
             side.recompute_experts(index)
-            return ()
+    return ()
 
 
 def _edge(root: Tensor) -> GradientEdge | None:
@@ -391,6 +336,5 @@ def _edge(root: Tensor) -> GradientEdge | None:
 
 def _gradient(leaf: Tensor) -> Tensor:
     """The gradient that reached a leaf; zeros when nothing depends on it."""
-    gradient = leaf.grad
-    leaf.grad = None
+    gradient, leaf.grad = leaf.grad, None
     return torch.zeros_like(leaf) if gradient is None else gradient
