@@ -3,8 +3,7 @@
     import   config.json, *.safetensors  ->  step-00000000, weights in fp32, no moments
     export   any complete checkpoint     ->  a folder that transformers and vLLM open as it is
 
-A tensor that is missing, unexpected or of another shape ends the conversion before anything gets
-its final name. Needs no GPU, and memory for the largest tensor and one output file.
+It needs no GPU, and memory for the largest tensor and one output file.
 
 The trap: bf16 -> fp32 -> bf16 is exact, so an import exported again in the dtype it came in has the
 same bytes; a trained fp32 weight exported in bf16 is rounded.
@@ -64,11 +63,8 @@ def export_checkpoint(
 
     `companions` is a tokenizer folder or the Hugging Face folder that the model came from: its
     tokenizer files and generation config are copied, and `config.json` takes over token ids and
-    other fields that do not change the model. `replace` allows an `out` that exists.
-
-    Raises:
-        ValueError: incomplete or damaged checkpoint, other tensors than those of `config`, or `out`
-            exists.
+    other fields that do not change the model. A ValueError refuses an incomplete or damaged
+    checkpoint, other tensors than those of `config`, or an `out` that exists without `replace`.
     """
     verify_checkpoint(checkpoint, Mesh.single())
     layout = canonical_tensors(config)
@@ -88,15 +84,12 @@ def export_checkpoint(
 
 
 def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> Path:
-    """Write a Hugging Face folder as the checkpoint of step 0 of a run, whose model is `config`.
+    """Write a Hugging Face folder as the checkpoint of step 0 of a run, and return its path.
 
-    Returns the checkpoint's folder below `checkpoints`.
-
-    Raises:
-        ValueError: the folder holds another model or other keys, or the run has a checkpoint.
+    A ValueError if the folder holds another model than `config` or other keys, or the run has a
+    checkpoint.
     """
-    theirs = asdict(model_config_from_hf(read_hf_config(source)))
-    ours = asdict(config)
+    theirs, ours = asdict(model_config_from_hf(read_hf_config(source))), asdict(config)
     different = [
         f"model.{name} is {ours[name]}, {source} has {value}"
         for name, value in theirs.items()
@@ -122,7 +115,7 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
             )
             for tensor in layout
         ]
-        # As in `config_record`: who reads the checkpoint compares it with the recipe's.
+        # As in `config_record`, for `fixed_changes`.
         facts = {"imported_from": str(source), "config": {"model": ours}}
         path = write_checkpoint(checkpoints, 0, blocks, facts)
     print(f"imported {source} to {path}: {len(layout)} tensors, {total / 1e6:,.1f} MB")
@@ -159,4 +152,4 @@ _COMPANION_FIELDS = (
     "output_router_logits",
     "router_aux_loss_coef",
 )
-"""Fields of `config.json` that depend on the tokenizer or guide other programs only."""
+"""What of `config.json` depends on the tokenizer or guides other programs only."""

@@ -1,8 +1,8 @@
 """Which tokens a micro-batch holds: a pure function of (seed, epoch, sample index).
 
-Sample i of N tokens with sequence length S is `tokens[i * S : i * S + S + 1]`: inputs are its first
-S ids, targets its last S. So every token but the first is a target once an epoch; a tail of fewer
-than S + 1 ids is dropped.
+Sample i with sequence length S is `tokens[i * S : i * S + S + 1]`: inputs are its first S ids,
+targets its last S. So every token but the first is a target once an epoch; a tail of fewer than
+S + 1 ids is dropped.
 
     sample number g of a run      = (step - 1) * B + m * b + j          (steps count from 1)
     its epoch and place           = divmod(g, number of samples)
@@ -15,8 +15,6 @@ cp ranks of a batch rank read the same samples and keep their blocks of each.
 The permutation is a Feistel network over the smallest even number of bits that covers the epoch,
 applied again while the result falls outside it (cycle walking; Black and Rogaway, CT-RSA 2002): no
 index file, and any place of any epoch costs microseconds.
-
-Held-out data is read in order, padded with ignored targets so that all ranks make as many calls.
 """
 
 import hashlib
@@ -34,10 +32,7 @@ NUM_ROUNDS = 6
 
 
 class TrainingData:
-    """The micro-batches of every step of a run, for one rank.
-
-    A background thread reads the step after the one asked for.
-    """
+    """One rank's micro-batches of every step; a background thread reads one step ahead."""
 
     def __init__(
         self,
@@ -53,9 +48,8 @@ class TrainingData:
     ):
         """`tokens` are `[N]` ids, a corpus's memory map; `batch_size` counts samples of all ranks.
 
-        Raises:
-            ValueError: `batch_size` does not divide over the batch ranks' micro-batches, or the
-                corpus has fewer samples than one step.
+        A ValueError if `batch_size` does not divide over the batch ranks' micro-batches, or is more
+        than the corpus has.
         """
         self.tokens, self.device, self.seed, self.cp = tokens, device, seed, mesh.cp
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
@@ -68,11 +62,7 @@ class TrainingData:
         self._ahead: tuple[int, Future[Tensor]] | None = None
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of a step (counted from 1), in order.
-
-        Raises:
-            ValueError: the corpus holds an id outside the vocabulary.
-        """
+        """This rank's micro-batches of a step; a ValueError if an id is outside the vocabulary."""
         ahead, self._ahead = self._ahead, None
         rows = ahead[1].result() if ahead and ahead[0] == step else self._read(step)
         self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
@@ -104,12 +94,9 @@ def held_out_batches(
 ) -> Iterator[list[Batch]]:
     """Yield this rank's micro-batches of the held-out data, as many a call as in a training step.
 
-    The last sample may be short: missing targets are ignored targets, so every token but the first
-    is counted exactly once. With `max_samples`, that many spread evenly over the data are read.
-
-    Raises:
-        ValueError: `batch_size` does not divide over the batch ranks' micro-batches, there are
-            fewer than two tokens, or an id lies outside the vocabulary.
+    Samples come in order; with `max_samples`, that many spread evenly. What is missing from the
+    last sample or the last call is ignored targets. Refuses what `TrainingData` refuses, and fewer
+    than two tokens.
     """
     total = -(-(len(tokens) - 1) // sequence_length)
     if total < 1:
@@ -125,7 +112,7 @@ def held_out_batches(
 
 
 def too_few_samples(num_tokens: int, sequence_length: int, batch_size: int) -> str:
-    """The sentence that refuses a corpus smaller than one step."""
+    """What refuses a corpus smaller than one step."""
     return (
         f"the corpus of {num_tokens} tokens has {num_samples(num_tokens, sequence_length)} "
         f"samples of sequence length {sequence_length}, fewer than the batch of {batch_size}: "
@@ -134,7 +121,7 @@ def too_few_samples(num_tokens: int, sequence_length: int, batch_size: int) -> s
 
 
 def num_samples(num_tokens: int, sequence_length: int) -> int:
-    """Whole samples in `num_tokens` tokens: each target once, the tail dropped."""
+    """Whole samples in `num_tokens` tokens."""
     return max(0, (num_tokens - 1) // sequence_length)
 
 
@@ -193,16 +180,16 @@ def _read_rows(
 
 
 def _batches_of(rows: Tensor, cp: Axis) -> list[Batch]:
-    """`[m, b, S + 1]` int64 on the device -> this rank's part of m micro-batches."""
+    """`[m, b, S + 1]` int64 -> this rank's part of m micro-batches."""
     _, size, width = rows.shape
     positions = torch.arange(width - 1, device=rows.device).repeat(size)
-    wholes = [
-        Batch(
+    batches = []
+    for row in rows:
+        whole = Batch(
             tokens=row[:, :-1].clamp(min=0).flatten(),
             targets=row[:, 1:].flatten(),
             positions=positions,
             sequence_length=width - 1,
         )
-        for row in rows
-    ]
-    return [shard_batch(whole, cp) for whole in wholes]
+        batches.append(shard_batch(whole, cp))
+    return batches

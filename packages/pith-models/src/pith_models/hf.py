@@ -2,8 +2,8 @@
 
 A checkpoint of ours names *canonical* tensors ("layers.3.experts_gate_proj", `[E, I, H]`); a
 Hugging Face file holds one entry per expert. Everything here works on a model's list of
-`CanonicalTensor` facts and knows no family. Both directions go through `Mapping[str, Tensor]` whose
-values are made when asked for, so memory stays at one canonical tensor, plus one file when writing.
+`CanonicalTensor` facts. Both directions go through mappings whose values are made when asked for,
+so memory stays at one canonical tensor, plus one file when writing.
 
 The trap is a silent partial load, which trains and evaluates plausibly: a key that is missing,
 unexpected or of another shape is an error that lists it, before any value is read.
@@ -37,7 +37,7 @@ COMPANION_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files beside config and weights that belong to a model and are copied byte for byte."""
+"""Copied byte for byte."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class CanonicalTensor:
     name: str
     """Canonical name, with the global layer number."""
     shape: tuple[int, ...]
-    """Global shape; the experts of a layer are stacked along dim 0."""
+    """Global shape."""
     keys: tuple[str, ...]
     """Hugging Face keys: one, or one per expert for a stack."""
     is_expert_stack: bool = False
-    """Whether the keys hold the slices along dim 0, one each, instead of the whole tensor."""
+    """Whether each key holds an expert's slice along dim 0 instead of the whole tensor."""
     copies: tuple[str, ...] = ()
-    """Keys of the same whole tensor that a folder may hold beside `keys`; never written."""
+    """Other keys under which a folder may hold the whole tensor again; never written."""
 
     @property
     def key_shape(self) -> tuple[int, ...]:
@@ -67,12 +67,12 @@ class CanonicalTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyAccount:
-    """What becomes of the keys of a Hugging Face folder that holds exactly the model's."""
+    """What becomes of the keys of a Hugging Face folder."""
 
     num_loaded: int
-    """Keys that are read."""
+    """Keys that are read: all."""
     dtype_changes: tuple[tuple[str, str, int], ...]
-    """`(from, to, number of keys)` for values converted while reading."""
+    """`(from, to, number of keys)`."""
 
     def describe(self) -> str:
         """The account in one line."""
@@ -133,7 +133,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
 
 
 def read_hf_config(folder: Path) -> dict:
-    """Read `config.json` of a Hugging Face folder; a ValueError if it has no such object."""
+    """`config.json` of a Hugging Face folder; a ValueError if it has none."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a Hugging Face folder: it has no config.json")
@@ -154,11 +154,10 @@ def export_tensors(
 ) -> None:
     """Write a Hugging Face folder that transformers and vLLM open without an edit.
 
-    It is made as `out` + ".tmp" and renamed when complete. `tensors` are asked for one at a time in
-    the order of `layout`, whose names they must have; the dtype is added to `config_fields`;
-    `companions` is a folder whose tokenizer files and generation config are copied; a new file
-    starts before `max_file_bytes` is passed; `on_written` hears each canonical tensor's bytes.
-    A ValueError if `out` exists without `replace`, or the tensors are not those of the layout.
+    It is renamed when complete. `tensors` are asked for one at a time in the order of `layout`,
+    whose names they must have; the dtype is added to `config_fields`; `companions` is a folder
+    whose `COMPANION_FILES` are copied; `on_written` hears each canonical tensor's bytes. A
+    ValueError if `out` exists without `replace`, or the tensors are not those of the layout.
     """
     if out.exists() and not replace:
         raise ValueError(f"{out} exists: choose another folder or remove it")
@@ -191,7 +190,7 @@ def export_tensors(
 def _read_headers(
     folder: Path,
 ) -> tuple[dict[str, Path], dict[str, tuple[int, ...]], dict[str, str]]:
-    """Map every key of a folder to its file, shape and dtype, from the files' own headers."""
+    """Every key's file, shape and dtype, from the files' own headers."""
     index_path = folder / INDEX_FILE
     has_index = index_path.is_file()
     index = _read_json(index_path).get("weight_map") if has_index else {}
@@ -253,7 +252,6 @@ def _write_files(
     max_file_bytes: int,
     on_written: Callable[[int], object] | None,
 ) -> None:
-    """Write the weights in one file, or in several with their index."""
     weight_map = _plan_files(layout, dtype, max_file_bytes)
     pending: dict[str, Tensor] = {}
     name = weight_map[layout[0].keys[0]]
@@ -279,7 +277,7 @@ def _write_files(
 def _plan_files(
     layout: Sequence[CanonicalTensor], dtype: torch.dtype, max_file_bytes: int
 ) -> dict[str, str]:
-    """Spread the keys, in layout order, over files; key -> file name."""
+    """The file name of every key."""
     numbers: dict[str, int] = {}
     number, filled = 1, 0
     for tensor in layout:
@@ -309,7 +307,6 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _first(names: Sequence[str], limit: int = 10) -> str:
-    """The first few names and how many follow."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more if names else "none"
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: the layers, the configuration and the Hugging Face key map of one model family.
+"""Qwen3-MoE: configuration, layers and Hugging Face key map.
 
 Formulas (Qwen3 technical report, arXiv 2505.09388; x is `[T, H]`, n_* are RMS norms):
 
@@ -79,7 +79,7 @@ class Qwen3MoeConfig:
     """Whether the head is the embedding: one parameter, whose gradient sums both uses."""
 
     def violations(self) -> list[str]:
-        """What is out of range or does not fit together, a line each."""
+        """What is out of range or does not fit, a line each."""
         values = asdict(self)
         faults = [
             f"model.{field.name} = {values[field.name]}: must be at least 1"
@@ -118,7 +118,7 @@ class Qwen3MoeConfig:
         """Read the fields of a `config.json`, in the spelling of transformers 4 or 5.
 
         A ValueError names every key that is missing or unknown, or whose value has another type, is
-        out of range or not implemented here.
+        out of range or not implemented.
         """
         faults = [
             f"{key} = {hf_fields[key]!r}: only {allowed} is implemented"
@@ -228,10 +228,9 @@ class Qwen3MoeSparseLayer(nn.Module):
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing]:
         """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, routing to `chosen` if given."""
-        residual = self.self_attention(hidden, batch)
-        tokens = rms_norm(residual, self.mlp_norm, self.config.rms_norm_eps)
+        config, residual = self.config, self.self_attention(hidden, batch)
+        tokens = rms_norm(residual, self.mlp_norm, config.rms_norm_eps)
         logits = router_logits(tokens, self.router)
-        config = self.config
         ids, weights, scores = softmax_topk(
             logits, config.num_experts_per_tok, config.norm_topk_prob, chosen=chosen
         )
@@ -286,9 +285,9 @@ class Qwen3MoeDenseLayer(nn.Module):
 
 
 class Qwen3MoeChunk(ModelChunk):
-    """Layers `layers` of the model, with the embedding if first and norm and head if last.
+    """`layers` of the model, with the embedding if first and norm and head if last.
 
-    The last chunk of a tied model is given the first one's `embedding`, which is on the same rank.
+    The last chunk of a tied model is given the first one's `embedding`.
     """
 
     def __init__(
@@ -334,7 +333,7 @@ class Qwen3MoeChunk(ModelChunk):
 
 
 def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
-    """Every canonical tensor of the whole model with its shape and Hugging Face keys, in order."""
+    """Every tensor of the whole model, in order."""
     V, H, D = config.vocab_size, config.hidden_size, config.head_dim
     q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
     E, I = config.num_experts, config.moe_intermediate_size
@@ -353,28 +352,23 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
             ("self_attention.o_proj", (H, q_width), "self_attn.o_proj"),
             ("mlp_norm", (H,), "post_attention_layernorm"),
         ]
+        stacks = {}
         if config.is_sparse(layer):
             plain.append(("router", (E, H), "mlp.gate"))
+            stacks = {"gate_proj": (E, I, H), "up_proj": (E, I, H), "down_proj": (E, H, I)}
         else:
             width = config.intermediate_size
-            plain.append(("mlp_gate_proj", (width, H), "mlp.gate_proj"))
-            plain.append(("mlp_up_proj", (width, H), "mlp.up_proj"))
-            plain.append(("mlp_down_proj", (H, width), "mlp.down_proj"))
+            shapes = {"gate_proj": (width, H), "up_proj": (width, H), "down_proj": (H, width)}
+            plain += [(f"mlp_{name}", shape, f"mlp.{name}") for name, shape in shapes.items()]
         tensors += [
             CanonicalTensor(f"{ours}.{name}", shape, (f"{theirs}.{key}.weight",))
             for name, shape, key in plain
         ]
-        if config.is_sparse(layer):
-            shapes = {"gate_proj": (E, I, H), "up_proj": (E, I, H), "down_proj": (E, H, I)}
-            tensors += [
-                CanonicalTensor(
-                    f"{ours}.experts_{name}",
-                    shape,
-                    tuple(f"{theirs}.mlp.experts.{e}.{name}.weight" for e in range(E)),
-                    is_expert_stack=True,
-                )
-                for name, shape in shapes.items()
-            ]
+        for name, shape in stacks.items():
+            keys = tuple(f"{theirs}.mlp.experts.{e}.{name}.weight" for e in range(E))
+            tensors.append(
+                CanonicalTensor(f"{ours}.experts_{name}", shape, keys, is_expert_stack=True)
+            )
     tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
     if not tied:
         tensors.append(CanonicalTensor("head", (V, H), (head,)))
@@ -382,7 +376,7 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
 
 
 def qwen3_moe_layer_flops(config: Qwen3MoeConfig, layer: int, sequence_length: int) -> float:
-    """Forward operations of one layer per token; causal attention is counted by half."""
+    """Forward operations of one layer per token, causal attention counted by half."""
     H, width = config.hidden_size, config.num_attention_heads * config.head_dim
     kv_width = config.num_key_value_heads * config.head_dim
     projections = 2 * H * (2 * width + 2 * kv_width)
@@ -394,7 +388,7 @@ def qwen3_moe_layer_flops(config: Qwen3MoeConfig, layer: int, sequence_length: i
 
 
 def _rope_theta(hf_fields: dict, faults: list[str]) -> float:
-    """Find the rotary base in either spelling; append a fault for anything but plain RoPE."""
+    """The rotary base in either spelling; appends a fault for anything but plain RoPE."""
     thetas = {hf_fields["rope_theta"]} if hf_fields.get("rope_theta") is not None else set()
     for key in ("rope_parameters", "rope_scaling"):
         nested = {k: v for k, v in (hf_fields.get(key) or {}).items() if v is not None}
@@ -432,9 +426,9 @@ _FIXED_HF_FIELDS = {
     "attention_dropout": 0.0,
     "use_sliding_window": False,
 }
-# Without effect on the forward pass; `sliding_window` and `max_window_layers` only act together
-# with `use_sliding_window`, which must be false. `output_router_logits` and its coefficient say
-# how transformers' own training loss is made.
+# Without effect on the forward pass: `sliding_window` and `max_window_layers` need
+# `use_sliding_window`, which must be false; `output_router_logits` and its coefficient are of
+# transformers' own training loss.
 _NEUTRAL_HF_FIELDS = (
     "architectures",
     "bos_token_id",
