@@ -35,7 +35,7 @@ class Exclusion:
     """Two settings that do not go together."""
 
     option: str
-    """A key of `_settings`."""
+    """A key of `settings` in `step_violations`."""
     excludes: str
     """Another."""
     reason: str
@@ -72,10 +72,13 @@ def violations(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def step_violations(config: RunConfig, machine: Machine) -> list[str]:
-    """What keeps any step from being computed here, whatever the mesh and the data."""
+    """What keeps any step from running here, whatever the mesh and the data."""
     own = own_violations(config)
     found = own + _model_violations(config, own)
-    settings = _settings(config)
+    settings = {
+        "balance.method bias": config.balance.method == "bias",
+        "model_type qwen3_moe": config.model.to_hf()["model_type"] == "qwen3_moe",
+    }
     found += [
         f"{row.option} with {row.excludes}: {row.reason}"
         for row in CAPABILITIES
@@ -92,7 +95,7 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def check_values(config: RunConfig) -> None:
-    """For commands that run no step: a ValueError names every field that is wrong alone."""
+    """Refuse fields that are wrong alone, for commands that run no step."""
     found = own_violations(config)
     raise_violations(found, f"{len(found)} reason(s) why {config.name!r} describes no run")
 
@@ -110,16 +113,13 @@ def own_violations(config: RunConfig) -> list[str]:
 
 
 def _sound(own: list[str], *paths: str) -> bool:
-    """Whether no line of `own_violations` is about one of these fields, or a field of theirs."""
+    """Whether no line of `own_violations` is about these fields or a field of theirs."""
     prefixes = tuple(f"{path}." for path in paths)
     return not any(f"{line.split()[0]}.".startswith(prefixes) for line in own)
 
 
 def check_resume(config: RunConfig) -> None:
-    """Refuse to resume with another model, seed, optimizer or other data than the checkpoint's.
-
-    Everything else (mesh, steps, learning rate, intervals) may change between starts.
-    """
+    """Refuse to resume with another model, optimizer, seed or data; all else may change."""
     newest = newest_checkpoint(config)
     if newest is None:
         return
@@ -181,13 +181,6 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
         elif before != after:
             found.append(f"{prefix}{name}: {before} -> {after}")
     return found
-
-
-def _settings(config: RunConfig) -> dict[str, bool]:
-    return {
-        "balance.method bias": config.balance.method == "bias",
-        "model_type qwen3_moe": config.model.to_hf()["model_type"] == "qwen3_moe",
-    }
 
 
 def _device_violations(config: RunConfig, machine: Machine) -> list[str]:

@@ -41,7 +41,6 @@ that returns a RunConfig. `pith VERB --help` and `pith VERB RECIPE --help` list 
 `--train.steps 4` sets the field `steps` of the recipe's `train`.
 """
 VERBS = ("tokenize", "pretrain", "evaluate", "convert", "parity")
-HELP_FLAGS = ("-h", "--help")
 LAUNCHER_VARIABLE = "PITH_LAUNCHER"
 """Holds, for a worker, the process id of its launcher."""
 
@@ -71,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case []:
             print(USAGE, end="", file=sys.stderr)
             return 2
-        case [flag] if flag in HELP_FLAGS:
+        case ["-h" | "--help"]:
             print(USAGE, end="")
             return 0
         case [verb, *rest]:

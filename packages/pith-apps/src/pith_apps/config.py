@@ -161,19 +161,19 @@ class RunConfig:
 
     @property
     def folders(self) -> "DataFolders":
-        """Where the run's tokens are; a ValueError if a folder is not given."""
-        data, root = self.data, None
-        training, held_out, tokenizer = data.training, data.held_out, data.tokenizer
+        """Corpora and tokenizer; a ValueError if one is not given."""
+        data, root = self.data, self.runs_folder / "standard-library"
         if data.standard_library:
-            root = self.runs_folder / "standard-library"
-            training, held_out = root / "training", root / "held_out"
-            tokenizer = root / "tokenizer"
+            return DataFolders(
+                training=root / "training", held_out=root / "held_out", tokenizer=root / "tokenizer"
+            )
+        training, held_out, tokenizer = data.training, data.held_out, data.tokenizer
         if training is None or held_out is None or tokenizer is None:
             raise ValueError(
                 "data.training, data.held_out and data.tokenizer: give all three folders, or "
                 "--data.standard-library for a corpus that needs none"
             )
-        return DataFolders(root=root, training=training, held_out=held_out, tokenizer=tokenizer)
+        return DataFolders(training=training, held_out=held_out, tokenizer=tokenizer)
 
     @property
     def num_micro_batches(self) -> int:
@@ -185,8 +185,6 @@ class RunConfig:
 class DataFolders:
     """Where a run's tokens are."""
 
-    root: Path | None
-    """Of the standard library's corpora, None for those of the user."""
     training: Path
     """Corpus to train on."""
     held_out: Path

@@ -12,7 +12,6 @@ same bytes; a trained fp32 weight exported in bf16 is rounded.
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import torch
@@ -25,7 +24,12 @@ from pith_engine.checkpoint import (
     write_checkpoint,
 )
 from pith_engine.mesh import Mesh
-from pith_models.build import ModelConfig, canonical_tensors, model_config_from_hf
+from pith_models.build import (
+    ModelConfig,
+    canonical_tensors,
+    model_config_from_hf,
+    parameter_counts,
+)
 from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
@@ -61,14 +65,13 @@ def export_checkpoint(
 ) -> None:
     """Write the weights of a checkpoint, saved on any mesh, as the Hugging Face folder `out`.
 
-    `companions` is a tokenizer folder or the Hugging Face folder that the model came from: its
-    tokenizer files and generation config are copied, and `config.json` takes over token ids and
-    other fields that do not change the model. A ValueError refuses an incomplete or damaged
+    `companions` is a tokenizer folder or the Hugging Face folder that the model came from, whose
+    companion files and fields are taken over. A ValueError refuses an incomplete or damaged
     checkpoint, other tensors than those of `config`, or an `out` that exists without `replace`.
     """
     verify_checkpoint(checkpoint, Mesh.single())
     layout = canonical_tensors(config)
-    total = sum(prod(tensor.shape) for tensor in layout) * dtype.itemsize
+    total = parameter_counts(config).total * dtype.itemsize
     with _progress("export", total) as bar:
         export_tensors(
             CheckpointTensors(checkpoint),
@@ -101,8 +104,8 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
         raise ValueError(f"{existing} would be resumed instead: choose another --name or remove it")
     layout = canonical_tensors(config)
     tensors = HuggingFaceTensors(source, layout, torch.float32)
-    print(f"importing {source}: {tensors.account.describe()}")
-    total = sum(prod(tensor.shape) for tensor in layout) * torch.float32.itemsize
+    print(f"importing {source}: {tensors.account}")
+    total = parameter_counts(config).total * torch.float32.itemsize
     with _progress("import", total) as bar:
         blocks = [
             StoredBlock(
@@ -115,7 +118,7 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
             )
             for tensor in layout
         ]
-        # As in `config_record`, for `fixed_changes`.
+        # `fixed_changes` reads "config".
         facts = {"imported_from": str(source), "config": {"model": ours}}
         path = write_checkpoint(checkpoints, 0, blocks, facts)
     print(f"imported {source} to {path}: {len(layout)} tensors, {total / 1e6:,.1f} MB")

@@ -1,6 +1,4 @@
-"""The parts of a run on one rank, and the gradients of one step.
-
-One step's gradients are
+"""A run's model on one rank, and the gradients of a step.
 
     N      = targets of the global batch, counted once            count_targets
     W      <- all ranks' shards                                   unit.gather()
@@ -82,8 +80,8 @@ def joined_mesh(config: RunConfig) -> Generator[tuple[Mesh, torch.device]]:
         mesh = Mesh.create(config.mesh, timedelta(seconds=config.timeout))
         assert mesh is not None, "check_run refuses worlds that are larger than the mesh"
         connect_mesh(mesh, device)
-        if config.folders.root is not None:
-            _prepare_standard_library(config.folders.root, mesh)
+        if config.data.standard_library:
+            _prepare_standard_library(config.folders.training.parent, mesh)
         check_same_corpora(config, mesh)
         yield mesh, device
 
@@ -121,10 +119,10 @@ def check_same_corpora(config: RunConfig, mesh: Mesh) -> None:
 
 
 def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> tuple[StepLosses, Tensor]:
-    """Of this rank's micro-batches of a step, the gradients in every parameter's `grad`.
+    """From this rank's micro-batches of a step to the gradients in every parameter's `grad`.
 
-    Returns the losses over the global batch and the gradient norm before clipping, a float64
-    scalar; both are the same on every rank.
+    Returns losses over the global batch and the norm before clipping, a float64 scalar; both are
+    the same on every rank.
     """
     num_targets = count_targets(batches, trainer.mesh)
     trainer.gather()

@@ -65,28 +65,11 @@ class CanonicalTensor:
         return tensor.unbind(0) if self.is_expert_stack else (tensor,)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeyAccount:
-    """What becomes of the keys of a Hugging Face folder."""
-
-    num_loaded: int
-    """Keys that are read: all."""
-    dtype_changes: tuple[tuple[str, str, int], ...]
-    """`(from, to, number of keys)`."""
-
-    def describe(self) -> str:
-        """The account in one line."""
-        changes = [f"{n} keys {old} -> {new}" for old, new, n in self.dtype_changes] or ["none"]
-        return (
-            f"keys: {self.num_loaded} loaded, 0 unexpected, 0 missing; "
-            f"dtype changes: {', '.join(changes)}"
-        )
-
-
 class HuggingFaceTensors(Mapping[str, Tensor]):
     """The canonical tensors of a Hugging Face folder, each read as `dtype` when asked for.
 
     A ValueError lists every missing, unexpected and misshapen key, or names a damaged file.
+    `account` says in one line what became of the keys.
     """
 
     def __init__(self, folder: Path, layout: Sequence[CanonicalTensor], dtype: torch.dtype):
@@ -96,10 +79,10 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         _check_keys(folder, layout, shapes)
         self._check_copies(folder, layout)
         new = str(dtype).removeprefix("torch.")
-        changes = Counter(old for old in dtypes.values() if old != new)
-        self.account = KeyAccount(
-            num_loaded=len(shapes),
-            dtype_changes=tuple((old, new, number) for old, number in sorted(changes.items())),
+        counts = sorted(Counter(old for old in dtypes.values() if old != new).items())
+        changes = ", ".join(f"{number} keys {old} -> {new}" for old, number in counts) or "none"
+        self.account = (
+            f"keys: {len(shapes)} loaded, 0 unexpected, 0 missing; dtype changes: {changes}"
         )
 
     def __getitem__(self, name: str) -> Tensor:
