@@ -12,7 +12,6 @@ looked at only where `_sound` finds its fields in order.
 import os
 import sys
 import warnings
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,26 +29,14 @@ FIXED_FIELDS = ("model.", "train.seed:", "train.batch:", "train.sequence_length:
 """Beginnings of the changes that a resumed run refuses."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exclusion:
-    """Two settings that do not go together."""
-
-    option: str
-    """A key of `settings` in `step_violations`."""
-    excludes: str
-    """Another."""
-    reason: str
-    """Why, and what to use instead."""
-
-
 CAPABILITIES = (
-    Exclusion(
-        option="balance.method bias",
-        excludes="model_type qwen3_moe",
-        reason="its Hugging Face format has no place for the bias; use global-batch or sequence",
+    (
+        "balance.method bias",
+        "model_type qwen3_moe",
+        "its Hugging Face format has no place for the bias; use global-batch or sequence",
     ),
 )
-"""Every pair that is refused by name."""
+"""Two words of `settings` in `step_violations` that exclude each other, and why."""
 
 
 def check_run(config: RunConfig, machine: Machine) -> None:
@@ -80,9 +67,9 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
         "model_type qwen3_moe": config.model.to_hf()["model_type"] == "qwen3_moe",
     }
     found += [
-        f"{row.option} with {row.excludes}: {row.reason}"
-        for row in CAPABILITIES
-        if settings[row.option] and settings[row.excludes]
+        f"{option} with {other}: {reason}"
+        for option, other, reason in CAPABILITIES
+        if settings[option] and settings[other]
     ]
     if _sound(own, "nproc", "mesh"):
         found += _device_violations(config, machine)

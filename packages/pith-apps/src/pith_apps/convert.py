@@ -3,8 +3,6 @@
     import   config.json, *.safetensors  ->  step-00000000, weights in fp32, no moments
     export   any complete checkpoint     ->  a folder that transformers and vLLM open as it is
 
-It needs no GPU, and memory for the largest tensor and one output file.
-
 The trap: bf16 -> fp32 -> bf16 is exact, so an import exported again in the dtype it came in has the
 same bytes; a trained fp32 weight exported in bf16 is rounded.
 """
@@ -38,14 +36,15 @@ from pith_apps.corpus import named_eos_token, open_tokenizer
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """A checkpoint's model by canonical name, each tensor read when asked for."""
+    """A checkpoint's model by canonical name, each tensor read, and counted, when asked for."""
 
-    def __init__(self, path: Path):
-        self._path = path
-        self._names = tensor_names(path)
+    def __init__(self, path: Path, bar: tqdm):
+        self._path, self._names, self._bar = path, tensor_names(path), bar
 
     def __getitem__(self, name: str) -> Tensor:
-        return read_tensor(self._path, f"model.{name}")
+        tensor = read_tensor(self._path, f"model.{name}")
+        self._bar.update(tensor.numel())
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -71,26 +70,25 @@ def export_checkpoint(
     """
     verify_checkpoint(checkpoint, Mesh.single())
     layout = canonical_tensors(config)
-    total = parameter_counts(config).total * dtype.itemsize
+    total = parameter_counts(config).total
     with _progress("export", total) as bar:
         export_tensors(
-            CheckpointTensors(checkpoint),
+            CheckpointTensors(checkpoint, bar),
             layout,
             {**_companion_fields(companions), **config.to_hf()},
             out,
             dtype=dtype,
             companions=companions,
             replace=replace,
-            on_written=bar.update,
         )
-    print(f"exported {checkpoint} to {out}: {len(layout)} tensors, {total / 1e6:,.1f} MB, {dtype}")
+    size = total * dtype.itemsize / 1e6
+    print(f"exported {checkpoint} to {out}: {len(layout)} tensors, {size:,.1f} MB, {dtype}")
 
 
 def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> Path:
-    """Write a Hugging Face folder as the checkpoint of step 0 of a run, and return its path.
+    """Write a Hugging Face folder as a run's checkpoint of step 0, and return its path.
 
-    A ValueError if the folder holds another model than `config` or other keys, or the run has a
-    checkpoint.
+    A ValueError if the folder holds another model than `config`, or the run has a checkpoint.
     """
     theirs, ours = asdict(model_config_from_hf(read_hf_config(source))), asdict(config)
     different = [
@@ -105,7 +103,7 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
     layout = canonical_tensors(config)
     tensors = HuggingFaceTensors(source, layout, torch.float32)
     print(f"importing {source}: {tensors.account}")
-    total = parameter_counts(config).total * torch.float32.itemsize
+    total = parameter_counts(config).total
     with _progress("import", total) as bar:
         blocks = [
             StoredBlock(
@@ -118,16 +116,15 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
             )
             for tensor in layout
         ]
-        # `fixed_changes` reads "config".
         facts = {"imported_from": str(source), "config": {"model": ours}}
         path = write_checkpoint(checkpoints, 0, blocks, facts)
-    print(f"imported {source} to {path}: {len(layout)} tensors, {total / 1e6:,.1f} MB")
+    print(f"imported {source} to {path}: {len(layout)} tensors, {total * 4 / 1e6:,.1f} MB")
     return path
 
 
 def _read_and_count(tensors: Mapping[str, Tensor], name: str, bar: tqdm) -> Tensor:
     tensor = tensors[name]
-    bar.update(tensor.nbytes)
+    bar.update(tensor.numel())
     return tensor
 
 
@@ -142,9 +139,9 @@ def _companion_fields(folder: Path | None) -> dict[str, object]:
     return {}
 
 
-def _progress(label: str, num_bytes: int) -> tqdm:
+def _progress(label: str, total: int) -> tqdm:
     # disable=None: silent where no terminal would show it.
-    return tqdm(total=num_bytes, desc=label, unit="B", unit_scale=True, disable=None)
+    return tqdm(total=total, desc=label, unit=" parameters", unit_scale=True, disable=None)
 
 
 _COMPANION_FIELDS = (
@@ -155,4 +152,4 @@ _COMPANION_FIELDS = (
     "output_router_logits",
     "router_aux_loss_coef",
 )
-"""What of `config.json` depends on the tokenizer or guides other programs only."""
+"""Fields of `config.json` that do not change the model."""

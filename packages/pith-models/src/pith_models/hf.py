@@ -1,9 +1,8 @@
 """Hugging Face folders: read and written tensor by tensor, with a strict account of every key.
 
 A checkpoint of ours names *canonical* tensors ("layers.3.experts_gate_proj", `[E, I, H]`); a
-Hugging Face file holds one entry per expert. Everything here works on a model's list of
-`CanonicalTensor` facts. Both directions go through mappings whose values are made when asked for,
-so memory stays at one canonical tensor, plus one file when writing.
+Hugging Face file holds one entry per expert. Values are made when asked for, so memory stays at one
+canonical tensor, plus one file when writing.
 
 The trap is a silent partial load, which trains and evaluates plausibly: a key that is missing,
 unexpected or of another shape is an error that lists it, before any value is read.
@@ -12,7 +11,7 @@ unexpected or of another shape is an error that lists it, before any value is re
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -133,14 +132,13 @@ def export_tensors(
     companions: Path | None = None,
     max_file_bytes: int = 4 * 2**30,
     replace: bool = False,
-    on_written: Callable[[int], object] | None = None,
 ) -> None:
     """Write a Hugging Face folder that transformers and vLLM open without an edit.
 
-    It is renamed when complete. `tensors` are asked for one at a time in the order of `layout`,
+    It gets its name when complete. `tensors` are asked for one at a time in the order of `layout`,
     whose names they must have; the dtype is added to `config_fields`; `companions` is a folder
-    whose `COMPANION_FILES` are copied; `on_written` hears each canonical tensor's bytes. A
-    ValueError if `out` exists without `replace`, or the tensors are not those of the layout.
+    whose `COMPANION_FILES` are copied. A ValueError if `out` exists without `replace`, or the
+    tensors are not those of the layout.
     """
     if out.exists() and not replace:
         raise ValueError(f"{out} exists: choose another folder or remove it")
@@ -160,7 +158,7 @@ def export_tensors(
             shutil.copyfile(companions / name, temporary / name)
     fields = {**config_fields, "torch_dtype": str(dtype).removeprefix("torch.")}
     _write_json(temporary / "config.json", fields)
-    _write_files(tensors, layout, temporary, dtype, max_file_bytes, on_written)
+    _write_files(tensors, layout, temporary, dtype, max_file_bytes)
     if out.exists():
         replaced = out.with_name(out.name + ".replaced")
         out.rename(replaced)
@@ -233,7 +231,6 @@ def _write_files(
     folder: Path,
     dtype: torch.dtype,
     max_file_bytes: int,
-    on_written: Callable[[int], object] | None,
 ) -> None:
     weight_map = _plan_files(layout, dtype, max_file_bytes)
     pending: dict[str, Tensor] = {}
@@ -248,8 +245,6 @@ def _write_files(
                 save_file(pending, folder / name, metadata={"format": "pt"})
                 pending, name = {}, weight_map[key]
             pending[key] = view.to("cpu", dtype, copy=True).contiguous()
-        if on_written is not None:
-            on_written(prod(tensor.shape) * dtype.itemsize)
     save_file(pending, folder / name, metadata={"format": "pt"})
     if name != SINGLE_FILE:
         total = sum(prod(tensor.shape) for tensor in layout)
@@ -289,9 +284,9 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _first(names: Sequence[str], limit: int = 10) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more if names else "none"
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more if names else "none"
 
 
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
