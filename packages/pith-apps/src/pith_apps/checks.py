@@ -50,8 +50,12 @@ def violations(config: RunConfig, machine: Machine) -> list[str]:
     own = own_violations(config)
     found = step_violations(config, machine) + _place_violations(config, own)
     found += _mesh_violations(config, machine, own)
-    if _sound(own, "train.batch", "train.micro_batch"):
-        found += _batch_violations(config)
+    batch, size = config.train.batch, config.train.micro_batch
+    if _sound(own, "train.batch", "train.micro_batch") and batch % size:
+        found.append(
+            f"train.batch is {batch}: allowed are multiples of train.micro_batch {size}; "
+            f"set --train.batch {batch + size - batch % size}"
+        )
     if config.layers_per_chunk is not None and _sound(own, "mesh.pp", "model.num_hidden_layers"):
         layers = config.model.num_hidden_layers
         found += partition_violations(config.layers_per_chunk, config.mesh.pp, layers)
@@ -262,16 +266,6 @@ def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> lis
         f"set --sharding.no-replicate-{kind}"
         for kind, is_asked in kinds
         if is_asked and config.mesh.dp == 1
-    ]
-
-
-def _batch_violations(config: RunConfig) -> list[str]:
-    batch, micro_batch = config.train.batch, config.train.micro_batch
-    if batch % micro_batch == 0:
-        return []
-    return [
-        f"train.batch is {batch}: allowed are multiples of train.micro_batch {micro_batch}; "
-        f"set --train.batch {batch + micro_batch - batch % micro_batch}"
     ]
 
 

@@ -1,8 +1,8 @@
 """One run as one frozen dataclass tree.
 
-A recipe is a Python function that returns a `RunConfig`; the command line overrides its fields
-(`--train.steps 4`). The docstring under a field is its `--help` text, so an option is added by
-adding one field here and nowhere else. The tree holds plain values only.
+A recipe is a Python function that returns a `RunConfig` of plain values; the command line overrides
+its fields (`--train.steps 4`). The docstring under a field is its `--help` text, so an option is
+added by adding one field here and nowhere else.
 
 How a step is cut into micro-batches, with B = `train.batch`, b = `train.micro_batch`, R = dp * ep:
 
@@ -151,12 +151,12 @@ class RunConfig:
 
     @property
     def export_folder(self) -> Path:
-        """The Hugging Face folder that a finished run is exported to."""
+        """The Hugging Face folder of a finished run."""
         return self.run_folder / "export"
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The tokenizer that goes into an export, which needs no corpus; a ValueError if none."""
+        """The tokenizer of an export, which needs no corpus; a ValueError if there is none."""
         return self.data.tokenizer or self.folders.tokenizer
 
     @property
@@ -177,7 +177,7 @@ class RunConfig:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a step over all batch ranks."""
+        """Of a step, over all batch ranks."""
         return self.train.batch // self.train.micro_batch
 
 
@@ -193,13 +193,8 @@ class DataFolders:
     """Of both."""
 
 
-def compute_dtype(config: RunConfig) -> torch.dtype:
-    """The torch dtype that `train.dtype` names."""
-    return torch_dtype(config.train.dtype)
-
-
 def torch_dtype(name: Literal["bf16", "fp32", "fp64"]) -> torch.dtype:
-    """The torch dtype of this name."""
+    """The torch dtype that `train.dtype` names."""
     match name:
         case "bf16":
             return torch.bfloat16

@@ -4,11 +4,10 @@ A corpus folder has the same bytes whatever machine or number of workers wrote i
 
     tokens.npy     `[N]` uint16, or uint32 when the vocabulary has more than 65,536 ids
     documents.npy  `[D + 1]` int64, document d is `tokens[documents[d] : documents[d + 1]]`
-    meta.json      tokenizer name and hash, vocabulary size, EOS id, counts, checksum
+    meta.json      `CorpusMeta`
 
 Every document ends with the EOS id; text that spells a special token is encoded as plain text, so
-none can forge its end. A folder is written under a temporary name and renamed: one that is there is
-whole.
+none can forge its end. A folder that is there is whole: it was renamed at last.
 
 The trap: numpy wraps ids that do not fit, so the dtype follows the tokenizer's largest id, never
 the ids seen.
@@ -87,7 +86,7 @@ class Corpus:
     tokens: numpy.ndarray
     """`[N]` uint16 or uint32."""
     documents: numpy.ndarray
-    """`[D + 1]` int64 offsets into `tokens`."""
+    """`[D + 1]` int64."""
     meta: CorpusMeta
     """Counts and hashes."""
 
@@ -95,8 +94,7 @@ class Corpus:
     def open(folder: Path, vocab_size: int) -> "Corpus":
         """Map a folder, without reading a token, for a model with `vocab_size` ids.
 
-        A ValueError says which file is missing, truncated or not as `meta.json` says, or which id
-        lies outside the vocabulary.
+        A ValueError says which file is missing, truncated or wrong, or which id is too large.
         """
         try:
             meta = CorpusMeta(**json.loads((folder / "meta.json").read_text()))
@@ -130,8 +128,7 @@ def tokenize_files(
 ) -> CorpusMeta:
     """Tokenise files into the new corpus folder `output`; `TokenizeArguments` explains the rest.
 
-    A ValueError names all faults of the arguments at once, or what is wrong with an input's text;
-    nothing is left behind.
+    A ValueError names all faults of the arguments at once, or that of a text; no file is left.
     """
     files, faults = _list_files(inputs)
     opened = None
@@ -166,7 +163,6 @@ def tokenize_files(
             # Only now the length is known; numpy pads the header for that.
             file.seek(0)
             assert _write_header(file, dtype, ends[-1]) == start, "the header of a .npy file grew"
-        assert max_id < vocab_size, (max_id, vocab_size)
         if len(ends) == 1:
             raise ValueError(f"no document with any text in {len(files)} file(s): {files[0]} ...")
         documents = numpy.array(ends, dtype=numpy.int64)
@@ -207,8 +203,7 @@ def prepare_standard_library(
 ) -> None:
     """Make `folder/{tokenizer,training,held_out}` of the standard library; keeps what is there.
 
-    Several runs may do so at once: each makes the same bytes, and the first to finish stays.
-    Training gets at most `max_bytes`, evenly over the files.
+    Several runs may do so at once, with the same bytes. Training gets at most `max_bytes`.
     """
     training, held_out = standard_library_files()
     training = _spread(training, max_bytes)
@@ -222,7 +217,7 @@ def prepare_standard_library(
             else:
                 tokenize_files(files, folder / "tokenizer", output)
         except (OSError, ValueError):
-            if not output.exists():  # made meanwhile by another run: whole, since it was renamed
+            if not output.exists():  # else another run made it meanwhile
                 raise
 
 
@@ -231,8 +226,7 @@ def train_tokenizer(
 ) -> None:
     """Train a byte-level BPE tokenizer (arXiv 1508.07909) on at most `max_bytes` of the files.
 
-    `transformers` opens the folder. A ValueError refuses a text too short for `vocab_size`, or an
-    `output` that exists.
+    A ValueError refuses a text too short for `vocab_size`, or an `output` that exists.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -278,7 +272,7 @@ def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenize
 
 
 def named_eos_token(folder: Path) -> str | None:
-    """The EOS token in a folder's `tokenizer_config.json`; None without name or file."""
+    """The EOS token that a folder's `tokenizer_config.json` names, if any."""
     path = folder / "tokenizer_config.json"
     if not path.exists():
         return None
@@ -393,7 +387,7 @@ def _encode(
         return
     pending: deque[Future[list[numpy.ndarray]]] = deque()
     # Spawned: a fork copies locks that threads of this process may hold. Without the variable each
-    # process would start a thread for every core.
+    # process starts a thread for every core.
     with ProcessPoolExecutor(
         num_workers,
         mp_context=get_context("spawn"),

@@ -1,8 +1,7 @@
 """Which tokens a micro-batch holds: a pure function of (seed, epoch, sample index).
 
 Sample i with sequence length S is `tokens[i * S : i * S + S + 1]`: inputs are its first S ids,
-targets its last S. So every token but the first is a target once an epoch; a tail of fewer than
-S + 1 ids is dropped.
+targets its last S. A tail of fewer than S + 1 ids is dropped.
 
     sample number g of a run      = (step - 1) * B + m * b + j          (steps count from 1)
     its epoch and place           = divmod(g, number of samples)
@@ -13,8 +12,7 @@ micro-batches `d * M / n .. (d + 1) * M / n - 1`: another mesh sees the same sam
 cp ranks of a batch rank read the same samples and keep their blocks of each.
 
 The permutation is a Feistel network over the smallest even number of bits that covers the epoch,
-applied again while the result falls outside it (cycle walking; Black and Rogaway, CT-RSA 2002): no
-index file, and any place of any epoch costs microseconds.
+applied again while the result falls outside it (cycle walking; Black and Rogaway, CT-RSA 2002).
 """
 
 import hashlib
@@ -48,8 +46,7 @@ class TrainingData:
     ):
         """`tokens` are `[N]` ids, a corpus's memory map; `batch_size` counts samples of all ranks.
 
-        A ValueError if `batch_size` does not divide over the batch ranks' micro-batches, or is more
-        than the corpus has.
+        A ValueError if batch ranks get no whole micro-batches, or the corpus has too few samples.
         """
         self.tokens, self.device, self.seed, self.cp = tokens, device, seed, mesh.cp
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
@@ -67,7 +64,7 @@ class TrainingData:
         rows = ahead[1].result() if ahead and ahead[0] == step else self._read(step)
         self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
         if self.device.type == "cuda":
-            # Here and not in the reader: its thread would open a context on GPU 0 in every rank.
+            # Not in the reader's thread, which would open a context on GPU 0 in every rank.
             rows = rows.pin_memory()
         return _batches_of(rows.to(self.device, non_blocking=True), self.cp)
 
@@ -94,9 +91,8 @@ def held_out_batches(
 ) -> Iterator[list[Batch]]:
     """Yield this rank's micro-batches of the held-out data, as many a call as in a training step.
 
-    Samples come in order; with `max_samples`, that many spread evenly. What is missing from the
-    last sample or the last call is ignored targets. Refuses what `TrainingData` refuses, and fewer
-    than two tokens.
+    Samples come in order; with `max_samples`, that many spread evenly. What the last sample and
+    the last call lack are ignored targets. A ValueError as above, or for fewer than two tokens.
     """
     total = -(-(len(tokens) - 1) // sequence_length)
     if total < 1:
@@ -128,8 +124,7 @@ def num_samples(num_tokens: int, sequence_length: int) -> int:
 def permuted(place: int, size: int, seed: int, epoch: int) -> int:
     """Where `place` goes in the permutation of `range(size)` that belongs to (seed, epoch).
 
-    A round maps two halves of h bits, `4**h >= size`, to `(right, left xor F_k(right))`, which can
-    be undone whatever F is.
+    A round maps two halves of bits to `(right, left xor F(right))`: undone whatever F is.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

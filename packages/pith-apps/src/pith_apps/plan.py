@@ -15,7 +15,7 @@ from pith_engine.partition import chunk_costs, describe_partition, layers_per_ch
 from pith_models.build import forward_flops, parameter_counts
 from pith_ops.attention import AttentionBackend, choose_attention_backend
 
-from pith_apps.config import RunConfig, compute_dtype
+from pith_apps.config import RunConfig, torch_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ def chosen_attention(config: RunConfig) -> AttentionBackend:
     return choose_attention_backend(
         config.train.attention,
         torch.device(config.train.device),
-        compute_dtype(config),
+        torch_dtype(config.train.dtype),
         config.model.head_dim,
         config.model.head_dim,
         packed=False,

@@ -36,7 +36,7 @@ from pith_engine.optim import AdamW, describe_groups
 from pith_engine.runtime import all_reduce, broadcast_object, read_launch
 
 from pith_apps.checks import changed_fields, required_checkpoint
-from pith_apps.config import RunConfig, compute_dtype, config_record
+from pith_apps.config import RunConfig, config_record, torch_dtype
 from pith_apps.convert import export_checkpoint
 from pith_apps.corpus import Corpus, unigram_entropy
 from pith_apps.data import TrainingData
@@ -216,7 +216,7 @@ def _finish(config: RunConfig) -> None:
         required_checkpoint(config),
         config.export_folder,
         config.model,
-        dtype=compute_dtype(config),
+        dtype=torch_dtype(config.train.dtype),
         companions=config.tokenizer_folder,
         replace=True,
     )

@@ -10,8 +10,8 @@
 A line of `metrics.jsonl` has either "loss" (a training step) or "held_out_loss" (an evaluation
 after that step). A resumed run first cuts off what it will write again.
 
-Times are wall clock. The trap: a GPU runs behind the host, so a number handed to `log_step` must
-have been read (`.item()`) after the optimizer's kernels were launched: it shows the step is over.
+The trap: a GPU runs behind the host, so a number handed to `log_step` must have been read after the
+optimizer's kernels were launched: it shows that the step is over.
 """
 
 import json
@@ -72,9 +72,7 @@ class StepRecord:
     tokens_per_second_per_rank: float
     """A rank is a GPU."""
     mfu: float | None
-    """Model FLOP/s over the peak of all GPUs."""
-    mfu_unknown: str
-    """Why `mfu` is None, or empty."""
+    """Model FLOP/s over the peak of all GPUs; None where that is unknown."""
     peak_memory: int
     """Bytes of the fullest rank: allocated on the GPU, or resident on a CPU."""
     step_seconds: float
@@ -94,7 +92,9 @@ class StepRecord:
         if self.max_load is not None:
             loads = [f"max-load {self.max_load:.2f}", f"dead {self.dead_experts}"]
             loads.append(f"entropy {self.load_entropy:.3f}")
-        mfu = f"n/a ({self.mfu_unknown})" if self.mfu is None else f"{100 * self.mfu:.1f}%"
+        mfu = "n/a (CPU)" if unit == "process" else "n/a (GPU of unknown peak)"
+        if self.mfu is not None:
+            mfu = f"{100 * self.mfu:.1f}%"
         parts = [
             f"step {self.step:>{width}}/{self.total_steps}",
             f"loss {self.loss:.4f}",
@@ -126,15 +126,15 @@ class RunLog:
         world_size: int,
         device: torch.device,
         total_steps: int,
-        flops_per_token: float | None,
+        flops_per_token: float,
         resumed_step: int = 0,
         tokens_seen: int = 0,
         tensorboard: bool = False,
     ):
         """Open the files and start the clock; a ValueError if the folder cannot be written.
 
-        `flops_per_token` are of forward and backward; None leaves MFU out. Until `resumed_step` the
-        run saw `tokens_seen` targets; 0 is a new run, whose old records are all cut off.
+        `flops_per_token` are of forward and backward. Until `resumed_step` the run saw
+        `tokens_seen` targets; 0 is a new run, whose old records are all cut off.
         """
         self.rank, self.world_size, self.device = rank, world_size, device
         self.total_steps, self.step, self.tokens_seen = total_steps, resumed_step, tokens_seen
@@ -142,7 +142,7 @@ class RunLog:
         self.num_skipped_steps = 0
         self.metrics: TextIO | None = None
         self.writer: SummaryWriter | None = None
-        # A start from step 0 evaluates again, so the record of step 0 goes too.
+        # A start from step 0 evaluates again: that record goes too.
         last_kept = resumed_step or -1
         try:
             (folder / "log").mkdir(parents=True, exist_ok=True)
@@ -186,10 +186,7 @@ class RunLog:
         num_tokens: int,
         peak_memory: int,
     ) -> None:
-        """End a step: take its time, and on rank 0 print and record it.
-
-        Arguments are as in `StepRecord`; `num_tokens` are the step's tokens over all ranks.
-        """
+        """End a step of `num_tokens` over all ranks; rank 0 prints and records it."""
         now = time.perf_counter()
         seconds, self._last_end = now - self._last_end, now
         elsewhere, self._elsewhere = self._elsewhere, 0.0
@@ -200,7 +197,7 @@ class RunLog:
         if self.metrics is None:
             return
         rate = num_tokens / (seconds - elsewhere)
-        mfu, mfu_unknown = self._mfu(rate)
+        peak = peak_flops(self.device)
         has_experts = losses.max_load > 0
         record = StepRecord(
             step=self.step,
@@ -216,8 +213,7 @@ class RunLog:
             tokens_seen=self.tokens_seen,
             tokens_per_second=rate,
             tokens_per_second_per_rank=rate / self.world_size,
-            mfu=mfu,
-            mfu_unknown=mfu_unknown,
+            mfu=rate * self.flops_per_token / (peak * self.world_size) if peak else None,
             peak_memory=peak_memory,
             step_seconds=seconds,
             seconds_elsewhere=elsewhere,
@@ -240,14 +236,6 @@ class RunLog:
         start = time.perf_counter()
         yield
         self._elsewhere += time.perf_counter() - start
-
-    def _mfu(self, rate: float) -> tuple[float | None, str]:
-        peak = peak_flops(self.device)
-        if self.flops_per_token is None:
-            return None, "no FLOP count"
-        if peak is None:
-            return None, "CPU" if self.device.type == "cpu" else "GPU of unknown peak"
-        return rate * self.flops_per_token / (peak * self.world_size), ""
 
     def _record(self, record: dict[str, Any]) -> None:
         assert self.metrics is not None, "rank 0 records"
@@ -280,8 +268,7 @@ def write_run_facts(folder: Path, config: dict[str, object], world_size: int) ->
 def held_run_folder(folder: Path) -> Generator[None]:
     """Hold a run folder, made where it is missing, alone for the body; else a ValueError.
 
-    The kernel lets go when the process ends, however it ends. A file system without locks holds
-    nothing, and a warning says so.
+    The kernel lets go when the process ends, however. A file system without locks gives a warning.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

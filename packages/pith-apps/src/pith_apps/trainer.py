@@ -37,7 +37,7 @@ from pith_engine.runtime import (
 from pith_models.build import build_chunks
 from torch import Tensor
 
-from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, compute_dtype
+from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, torch_dtype
 from pith_apps.corpus import Corpus, prepare_standard_library
 from pith_apps.plan import chosen_attention, chosen_layers
 
@@ -88,7 +88,7 @@ def joined_mesh(config: RunConfig) -> Generator[tuple[Mesh, torch.device]]:
 
 def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Trainer:
     """Build this rank's chunks with initial weights; only steps call collectives."""
-    attention, dtype = chosen_attention(config), compute_dtype(config)
+    attention, dtype = chosen_attention(config), torch_dtype(config.train.dtype)
     chunks = build_chunks(config.model, mesh, chosen_layers(config), attention_backend=attention)
     units = shard_chunks(chunks, mesh, sharding=config.sharding, compute_dtype=dtype, device=device)
     parameters = sharded_parameters(units)
@@ -119,10 +119,9 @@ def check_same_corpora(config: RunConfig, mesh: Mesh) -> None:
 
 
 def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> tuple[StepLosses, Tensor]:
-    """From this rank's micro-batches of a step to the gradients in every parameter's `grad`.
+    """Put the gradients of this rank's micro-batches of a step into every parameter's `grad`.
 
-    Returns losses over the global batch and the norm before clipping, a float64 scalar; both are
-    the same on every rank.
+    Returns losses and gradient norm (float64, before clipping), the same on every rank.
     """
     num_targets = count_targets(batches, trainer.mesh)
     trainer.gather()

@@ -1,7 +1,6 @@
 """The only list of model families: from a configuration to chunks, tensors and counts.
 
-"Which model is this" is answered by a `match` in this file and nowhere else. To add a family: write
-its file, add its configuration to `ModelConfig` and one arm to each `match`.
+To add a family: write its file, add its configuration to `ModelConfig` and an arm to each `match`.
 """
 
 from dataclasses import dataclass

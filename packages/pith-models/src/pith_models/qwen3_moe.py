@@ -10,7 +10,7 @@ Formulas (Qwen3 technical report, arXiv 2505.09388; x is `[T, H]`, n_* are RMS n
     layer       h + y;  a dense layer has one such MLP of width `intermediate_size` and no router
 
 T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are stored as
-one tensor `[E, 2 * I, H]`, gate rows first; checkpoints and Hugging Face files see two (`parts`).
+one tensor `[E, 2 * I, H]`, gate rows first; checkpoints see two (`parts`).
 The trap: `head_dim` need not be `hidden_size / num_attention_heads` (Qwen3-30B-A3B: 128, not 64).
 """
 
@@ -39,7 +39,7 @@ from pith_models.hf import CanonicalTensor
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig:
-    """Sizes and constants of a Qwen3-MoE model, under Hugging Face's field names."""
+    """A Qwen3-MoE model, under Hugging Face's field names."""
 
     vocab_size: int
     """Rows of the embedding and of the head; may exceed the tokenizer's vocabulary."""
@@ -80,12 +80,13 @@ class Qwen3MoeConfig:
 
     def violations(self) -> list[str]:
         """What is out of range or does not fit, a line each."""
-        values = asdict(self)
-        faults = [
-            f"model.{field.name} = {values[field.name]}: must be at least 1"
-            for field in fields(self)
-            if field.type is int and values[field.name] < 1
-        ]
+        values, faults = asdict(self), []
+        for field in fields(self):
+            value = values[field.name]
+            if field.type is int and value < 1:
+                faults.append(f"model.{field.name} = {value}: must be at least 1")
+            if field.type is float and not 0 < value < inf:
+                faults.append(f"model.{field.name} = {value}: must be positive and finite")
         if self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads:
             faults.append(
                 f"model.num_attention_heads = {self.num_attention_heads}: must be a multiple of "
@@ -104,9 +105,6 @@ class Qwen3MoeConfig:
                 f"model.mlp_only_layers = {self.mlp_only_layers}: {outside} are not among layers "
                 f"0 to {self.num_hidden_layers - 1}"
             )
-        for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
-            if not 0 < values[name] < inf:
-                faults.append(f"model.{name} = {values[name]}: must be positive and finite")
         return faults
 
     def is_sparse(self, layer: int) -> bool:
@@ -141,7 +139,7 @@ class Qwen3MoeConfig:
         head_dim = hf_fields.get("head_dim")
         if head_dim is None:
             hidden, heads = hf_fields["hidden_size"], hf_fields["num_attention_heads"]
-            # Anything else is named below.
+            # `violations` names anything else.
             head_dim = hidden // heads if type(hidden) is type(heads) is int and heads > 0 else 2
         dense = hf_fields.get("mlp_only_layers") or ()
         config = Qwen3MoeConfig(
@@ -158,22 +156,17 @@ class Qwen3MoeConfig:
 
     def to_hf(self) -> dict:
         """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
-        values = asdict(self)
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             **_FIXED_HF_FIELDS,
-            **{key: values[key] for key in _PLAIN_HF_FIELDS},
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "num_experts": self.num_experts,
-            "head_dim": self.head_dim,
+            **asdict(self),
             "mlp_only_layers": list(self.mlp_only_layers),
-            "rope_theta": self.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
         }
 
 
 class Qwen3MoeAttention(nn.Module):
-    """Causal grouped-query attention with norms on q and k, its input norm and its residual."""
+    """Grouped-query attention with its input norm and residual."""
 
     def __init__(self, config: Qwen3MoeConfig, backend: AttentionBackend, cp: Axis):
         super().__init__()
@@ -209,7 +202,7 @@ class Qwen3MoeAttention(nn.Module):
 
 
 class Qwen3MoeSparseLayer(nn.Module):
-    """A decoder layer whose tokens go to K of the experts; implements `DecoderLayer`."""
+    """A `DecoderLayer` whose tokens go to K of the experts."""
 
     def __init__(
         self, config: Qwen3MoeConfig, num_local_experts: int, backend: AttentionBackend, cp: Axis
@@ -251,7 +244,7 @@ class Qwen3MoeSparseLayer(nn.Module):
 
 
 class Qwen3MoeDenseLayer(nn.Module):
-    """A decoder layer with one MLP for every token; implements `DecoderLayer`."""
+    """A `DecoderLayer` with one MLP for every token."""
 
     num_local_experts = 0
 
@@ -389,16 +382,16 @@ def qwen3_moe_layer_flops(config: Qwen3MoeConfig, layer: int, sequence_length: i
 
 def _rope_theta(hf_fields: dict, faults: list[str]) -> float:
     """The rotary base in either spelling; appends a fault for anything but plain RoPE."""
-    thetas = {hf_fields["rope_theta"]} if hf_fields.get("rope_theta") is not None else set()
+    thetas = {hf_fields.get("rope_theta")}
     for key in ("rope_parameters", "rope_scaling"):
         nested = {k: v for k, v in (hf_fields.get(key) or {}).items() if v is not None}
-        kinds = {nested.pop(name) for name in ("rope_type", "type") if name in nested}
-        if "rope_theta" in nested:
-            thetas.add(nested.pop("rope_theta"))
-        if kinds - {"default"}:
+        thetas.add(nested.pop("rope_theta", None))
+        kinds = {nested.pop(name, "default") for name in ("rope_type", "type")} - {"default"}
+        if kinds:
             faults.append(f"{key}.rope_type = {sorted(kinds)}: only 'default' is implemented")
         elif nested:
             faults.append(f"{key}: {sorted(nested)} have no meaning with rope_type 'default'")
+    thetas.discard(None)
     if len(thetas) != 1:
         faults.append(
             f"rope_theta, rope_parameters.rope_theta: one value needed, found {sorted(thetas)}"
@@ -426,9 +419,7 @@ _FIXED_HF_FIELDS = {
     "attention_dropout": 0.0,
     "use_sliding_window": False,
 }
-# Without effect on the forward pass: `sliding_window` and `max_window_layers` need
-# `use_sliding_window`, which must be false; `output_router_logits` and its coefficient are of
-# transformers' own training loss.
+# Without effect on the forward pass; the windows need `use_sliding_window`, which must be false.
 _NEUTRAL_HF_FIELDS = (
     "architectures",
     "bos_token_id",
