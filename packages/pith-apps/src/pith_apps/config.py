@@ -160,11 +160,11 @@ class RunConfig:
         return self.data.tokenizer or self.folders.tokenizer
 
     @property
-    def folders(self) -> "DataFolders":
+    def folders(self) -> "_DataFolders":
         """Corpora and tokenizer; a ValueError if one is not given."""
         data, root = self.data, self.runs_folder / "standard-library"
         if data.standard_library:
-            return DataFolders(
+            return _DataFolders(
                 training=root / "training", held_out=root / "held_out", tokenizer=root / "tokenizer"
             )
         training, held_out, tokenizer = data.training, data.held_out, data.tokenizer
@@ -173,7 +173,7 @@ class RunConfig:
                 "data.training, data.held_out and data.tokenizer: give all three folders, or "
                 "--data.standard-library for a corpus that needs none"
             )
-        return DataFolders(training=training, held_out=held_out, tokenizer=tokenizer)
+        return _DataFolders(training=training, held_out=held_out, tokenizer=tokenizer)
 
     @property
     def num_micro_batches(self) -> int:
@@ -182,15 +182,10 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataFolders:
-    """Where a run's tokens are."""
-
+class _DataFolders:
     training: Path
-    """Corpus to train on."""
     held_out: Path
-    """Corpus to evaluate on."""
     tokenizer: Path
-    """Of both."""
 
 
 def torch_dtype(name: Literal["bf16", "fp32", "fp64"]) -> torch.dtype:

@@ -22,12 +22,7 @@ from pith_engine.checkpoint import (
     write_checkpoint,
 )
 from pith_engine.mesh import Mesh
-from pith_models.build import (
-    ModelConfig,
-    canonical_tensors,
-    model_config_from_hf,
-    parameter_counts,
-)
+from pith_models.build import ModelConfig, canonical_tensors, model_config_from_hf, parameter_counts
 from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm

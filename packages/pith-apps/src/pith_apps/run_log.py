@@ -17,6 +17,7 @@ optimizer's kernels were launched: it shows that the step is over.
 import json
 import os
 import platform
+import re
 import resource
 import sys
 import time
@@ -24,8 +25,9 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from fcntl import LOCK_EX, LOCK_NB, flock
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -248,11 +250,12 @@ class RunLog:
 def write_run_facts(folder: Path, config: dict[str, object], world_size: int) -> None:
     """Write `config.json` and `environment.json`, without variables: they may hold credentials."""
     names = ("pith-apps", "numpy", "tokenizers", "safetensors", "triton")
+    versions = {found.name: found.version for found in distributions() if found.name in names}
     environment = {
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: _version_of(name) for name in names} | {"torch": torch.__version__},
+        "versions": versions | {"torch": torch.__version__},
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "num_cpus": os.cpu_count(),
@@ -308,10 +311,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def format_seconds(seconds: float) -> str:
     """`1:02:03`, with days in front when there are any."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"
+    return re.sub(" days?, ", "d ", str(timedelta(seconds=round(seconds))))
 
 
 def _truncate_metrics(folder: Path, last_step: int) -> list[dict[str, Any]]:
@@ -327,10 +327,3 @@ def _open_tensorboard(folder: Path, purge_step: int) -> "SummaryWriter":
     from torch.utils.tensorboard import SummaryWriter  # `checks.py` asked whether it is there
 
     return SummaryWriter(str(folder), purge_step=purge_step)
-
-
-def _version_of(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
