@@ -382,16 +382,16 @@ def qwen3_moe_layer_flops(config: Qwen3MoeConfig, layer: int, sequence_length: i
 
 def _rope_theta(hf_fields: dict, faults: list[str]) -> float:
     """The rotary base in either spelling; appends a fault for anything but plain RoPE."""
-    thetas = {hf_fields.get("rope_theta")}
+    found = [hf_fields.get("rope_theta")]
     for key in ("rope_parameters", "rope_scaling"):
         nested = {k: v for k, v in (hf_fields.get(key) or {}).items() if v is not None}
-        thetas.add(nested.pop("rope_theta", None))
+        found.append(nested.pop("rope_theta", None))
         kinds = {nested.pop(name, "default") for name in ("rope_type", "type")} - {"default"}
         if kinds:
             faults.append(f"{key}.rope_type = {sorted(kinds)}: only 'default' is implemented")
         elif nested:
             faults.append(f"{key}: {sorted(nested)} have no meaning with rope_type 'default'")
-    thetas.discard(None)
+    thetas = {theta for theta in found if theta is not None}
     if len(thetas) != 1:
         faults.append(
             f"rope_theta, rope_parameters.rope_theta: one value needed, found {sorted(thetas)}"
