@@ -387,7 +387,7 @@ def test_balancing_that_cannot_work_is_refused_by_name(run):
 def test_capabilities_are_written_in_words_that_the_validator_knows(run, monkeypatch):
     """A misspelt row is an error, not a row that never holds."""
     assert len(CAPABILITIES) >= 1
-    wrong = replace(CAPABILITIES[0], option="balance.method biased")
+    wrong = ("balance.method biased", *CAPABILITIES[0][1:])
     monkeypatch.setattr("pith_apps.checks.CAPABILITIES", (wrong,))
     with pytest.raises(KeyError, match="biased"):
         violations(run, machine())

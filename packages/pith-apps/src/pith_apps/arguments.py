@@ -1,6 +1,6 @@
 """What a command takes after its verb: a recipe's `RunConfig`, whose fields need no prefix.
 
-A verb with options beside the recipe has a form of its own, which adds them as fields.
+A verb with more options has a form of its own.
 """
 
 from dataclasses import dataclass

@@ -1,19 +1,17 @@
 """Every reason why a run cannot start, found before anything is touched.
 
-`violations` is a pure function of the configuration, the machine and what lies on disk (the corpus'
-metadata, the newest checkpoint's manifest). It reports everything at once: field path, value, what
-is allowed, a fix. No process group is made and no file is written before it returned nothing.
+`violations` reports everything at once: field path, value, what is allowed, a fix. No process group
+is made and no file is written before it returned nothing.
 
 What is wrong with one field says the `violations` method of its dataclass, or `_range_violations`
-for the dataclasses of `config.py`; what relates fields of several, or a field and the machine,
-stands here. The trap: a relation between values that are out of range makes no sense (a remainder
-of zero), so it is looked at only where `_sound` finds its fields in order.
+for those of `config.py`; what relates several fields, or a field and the machine, stands here. The
+trap: a relation between values that are out of range makes no sense (a remainder of zero), so it is
+looked at only where `_sound` finds its fields in order.
 """
 
 import os
 import sys
 import warnings
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,64 +20,42 @@ from pith_engine.mesh import mesh_violations
 from pith_engine.partition import partition_violations
 from pith_engine.violations import raise_violations
 
-from pith_apps.config import (
-    STANDARD_LIBRARY_VOCABULARY,
-    RunConfig,
-    config_record,
-)
+from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, config_record
 from pith_apps.corpus import Corpus, tokenizer_hash
 from pith_apps.data import num_samples, too_few_samples
 from pith_apps.plan import Machine, chosen_attention
 
-FIXED_FIELDS = (
-    "model.",
-    "train.seed:",
-    "train.batch:",
-    "train.sequence_length:",
-    "optim.method:",
-)
+FIXED_FIELDS = ("model.", "train.seed:", "train.batch:", "train.sequence_length:", "optim.method:")
 """Beginnings of the changes that a resumed run refuses."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exclusion:
-    """Two settings that do not go together; both are words of `_settings`."""
-
-    option: str
-    """What the run asks for, as the command line says it."""
-    excludes: str
-    """What it cannot be used with."""
-    reason: str
-    """Why, and what to use instead."""
-
-
 CAPABILITIES = (
-    Exclusion(
-        option="balance.method bias",
-        excludes="model_type qwen3_moe",
-        reason="its Hugging Face format has no place for the bias; use global-batch or sequence",
+    (
+        "balance.method bias",
+        "model_type qwen3_moe",
+        "its Hugging Face format has no place for the bias; use global-batch or sequence",
     ),
 )
-"""Every pair that is refused by name: the documents' table, read by `step_violations`."""
+"""Two words of `settings` in `step_violations` that exclude each other, and why."""
 
 
 def check_run(config: RunConfig, machine: Machine) -> None:
-    """Refuse a run that cannot work.
-
-    Raises:
-        ValueError: names every violation.
-    """
+    """Refuse a run that cannot work; a ValueError names every violation."""
     found = violations(config, machine)
     raise_violations(found, f"{len(found)} reason(s) why run {config.name!r} cannot start")
 
 
 def violations(config: RunConfig, machine: Machine) -> list[str]:
-    """Everything that is wrong with running `config` on `machine`; empty when nothing is."""
+    """Everything that is wrong with running `config` on `machine`, a line each."""
     own = own_violations(config)
-    found = step_violations(config, machine) + _place_violations(config)
+    found = step_violations(config, machine) + _place_violations(config, own)
     found += _mesh_violations(config, machine, own)
-    if _sound(own, "train.batch", "train.micro_batch"):
-        found += _batch_violations(config)
+    batch, size = config.train.batch, config.train.micro_batch
+    if _sound(own, "train.batch", "train.micro_batch") and batch % size:
+        found.append(
+            f"train.batch is {batch}: allowed are multiples of train.micro_batch {size}; "
+            f"set --train.batch {batch + size - batch % size}"
+        )
     if config.layers_per_chunk is not None and _sound(own, "mesh.pp", "model.num_hidden_layers"):
         layers = config.model.num_hidden_layers
         found += partition_violations(config.layers_per_chunk, config.mesh.pp, layers)
@@ -87,14 +63,17 @@ def violations(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def step_violations(config: RunConfig, machine: Machine) -> list[str]:
-    """What keeps any step from being computed here, whatever the mesh and the data."""
+    """What keeps any step from running here, whatever the mesh and the data."""
     own = own_violations(config)
     found = own + _model_violations(config, own)
-    settings = _settings(config)
+    settings = {
+        "balance.method bias": config.balance.method == "bias",
+        "model_type qwen3_moe": config.model.to_hf()["model_type"] == "qwen3_moe",
+    }
     found += [
-        f"{row.option} with {row.excludes}: {row.reason}"
-        for row in CAPABILITIES
-        if settings[row.option] and settings[row.excludes]
+        f"{option} with {other}: {reason}"
+        for option, other, reason in CAPABILITIES
+        if settings[option] and settings[other]
     ]
     if _sound(own, "nproc", "mesh"):
         found += _device_violations(config, machine)
@@ -107,11 +86,7 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def check_values(config: RunConfig) -> None:
-    """Refuse values that are out of range whatever the machine, for commands that run no step.
-
-    Raises:
-        ValueError: names every violation.
-    """
+    """Refuse fields that are wrong alone, for commands that run no step."""
     found = own_violations(config)
     raise_violations(found, f"{len(found)} reason(s) why {config.name!r} describes no run")
 
@@ -129,21 +104,13 @@ def own_violations(config: RunConfig) -> list[str]:
 
 
 def _sound(own: list[str], *paths: str) -> bool:
-    """Whether none of `own_violations` is about one of these fields, or a field of theirs."""
+    """Whether no line of `own_violations` is about these fields or a field of theirs."""
     prefixes = tuple(f"{path}." for path in paths)
     return not any(f"{line.split()[0]}.".startswith(prefixes) for line in own)
 
 
 def check_resume(config: RunConfig) -> None:
-    """Refuse to resume a run whose checkpoint was made with another model or other data.
-
-    What decides the numbers must be the same: the model, the seed, which tokens a step reads, and
-    the optimizer, whose moments the checkpoint holds. Everything else (mesh, steps, learning rate,
-    intervals) may change between starts.
-
-    Raises:
-        ValueError: names every field that differs.
-    """
+    """Refuse to resume with another model, optimizer, seed or data; all else may change."""
     newest = newest_checkpoint(config)
     if newest is None:
         return
@@ -163,7 +130,7 @@ def check_resume(config: RunConfig) -> None:
 
 
 def fixed_changes(config: RunConfig, checkpoint: Path, fixed: tuple[str, ...]) -> list[str]:
-    """The changes since a checkpoint that begin with one of `fixed`."""
+    """The `changed_fields` since a checkpoint that begin with one of `fixed`."""
     from pith_engine.checkpoint import read_manifest
 
     changes = changed_fields(read_manifest(checkpoint).run.get("config", {}), config_record(config))
@@ -171,7 +138,7 @@ def fixed_changes(config: RunConfig, checkpoint: Path, fixed: tuple[str, ...]) -
 
 
 def newest_checkpoint(config: RunConfig) -> Path | None:
-    """The newest complete checkpoint of the run, None without one; quiet about incomplete ones."""
+    """The newest complete checkpoint of the run, if any; quiet about incomplete ones."""
     if not config.checkpoint_folder.is_dir():
         return None
     # Takes as long to import as torch itself, and the launcher of a new run does not need it.
@@ -183,11 +150,7 @@ def newest_checkpoint(config: RunConfig) -> Path | None:
 
 
 def required_checkpoint(config: RunConfig) -> Path:
-    """The newest complete checkpoint of the run.
-
-    Raises:
-        ValueError: there is none, or it holds another model than the configuration.
-    """
+    """The newest complete checkpoint; a ValueError if there is none or it is of another model."""
     newest = newest_checkpoint(config)
     if newest is None:
         raise ValueError(
@@ -211,16 +174,7 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
     return found
 
 
-def _settings(config: RunConfig) -> dict[str, bool]:
-    """Words of `CAPABILITIES`, and whether they hold for this run."""
-    return {
-        "balance.method bias": config.balance.method == "bias",
-        "model_type qwen3_moe": config.model.to_hf()["model_type"] == "qwen3_moe",
-    }
-
-
 def _device_violations(config: RunConfig, machine: Machine) -> list[str]:
-    """Processes that have no device of their own."""
     if config.train.device == "cpu" or machine.processes_here <= machine.num_gpus:
         return []
     fix = "set --train.device cpu --train.dtype fp32"
@@ -233,14 +187,14 @@ def _device_violations(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def _range_violations(config: RunConfig) -> list[str]:
-    """Fields of the dataclasses in `config.py` that are out of range whatever the rest says."""
+    train = config.train
     at_least = [
         ("nproc", config.nproc, 1),
-        ("train.steps", config.train.steps, 1),
-        ("train.batch", config.train.batch, 1),
-        ("train.micro_batch", config.train.micro_batch, 1),
-        ("train.sequence_length", config.train.sequence_length, 1),
-        ("train.seed", config.train.seed, 0),
+        ("train.steps", train.steps, 1),
+        ("train.batch", train.batch, 1),
+        ("train.micro_batch", train.micro_batch, 1),
+        ("train.sequence_length", train.sequence_length, 1),
+        ("train.seed", train.seed, 0),
         ("evaluation.interval", config.evaluation.interval, 0),
         ("evaluation.sequences", config.evaluation.sequences, 1),
         ("checkpoint.interval", config.checkpoint.interval, 0),
@@ -252,8 +206,8 @@ def _range_violations(config: RunConfig) -> list[str]:
         for path, value, least in at_least
         if value is not None and value < least
     ]
-    if config.train.seed >= 2**63:
-        found.append(f"train.seed is {config.train.seed}: allowed are numbers below 2**63")
+    if train.seed >= 2**63:
+        found.append(f"train.seed is {train.seed}: allowed are numbers below 2**63")
     if not 0 < config.timeout <= 1e9:
         found.append(
             f"timeout is {config.timeout}: allowed are seconds above 0 and up to 1e9; "
@@ -265,15 +219,15 @@ def _range_violations(config: RunConfig) -> list[str]:
             f"name is {name!r}: allowed is the name of one folder, up to 255 bytes; "
             "set --name my-run"
         )
-    if not config.train.max_grad_norm > 0:
+    if not train.max_grad_norm > 0:
         found.append(
-            f"train.max_grad_norm is {config.train.max_grad_norm}: allowed are numbers above 0; "
+            f"train.max_grad_norm is {train.max_grad_norm}: allowed are numbers above 0; "
             "set --train.max-grad-norm 1"
         )
     return found
 
 
-def _place_violations(config: RunConfig) -> list[str]:
+def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
     """A run folder or a log that cannot be written."""
     found = []
     if config.log.tensorboard and find_spec("tensorboard") is None:
@@ -281,8 +235,8 @@ def _place_violations(config: RunConfig) -> list[str]:
             "log.tensorboard is True, but TensorBoard is not installed: "
             "pip install 'pith-apps[tensorboard]'"
         )
-    sound = _sound(_range_violations(config), "name")
-    existing = (config.run_folder if sound else config.runs_folder).absolute()
+    folder = config.run_folder if _sound(own, "name") else config.runs_folder
+    existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -294,10 +248,8 @@ def _place_violations(config: RunConfig) -> list[str]:
 
 
 def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> list[str]:
-    """A mesh that fits neither the processes nor the model."""
-    model = ("model.num_experts", "model.num_hidden_layers")
     train = ("train.batch", "train.micro_batch", "train.sequence_length")
-    if not _sound(own, "nproc", "mesh", *train, *model):
+    if not _sound(own, "nproc", "mesh", "model.num_experts", "model.num_hidden_layers", *train):
         return []
     found = mesh_violations(
         config.mesh,
@@ -317,20 +269,8 @@ def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> lis
     ]
 
 
-def _batch_violations(config: RunConfig) -> list[str]:
-    """A batch that its micro-batches do not divide."""
-    batch, micro_batch = config.train.batch, config.train.micro_batch
-    if batch % micro_batch == 0:
-        return []
-    return [
-        f"train.batch is {batch}: allowed are multiples of train.micro_batch {micro_batch}; "
-        f"set --train.batch {batch + micro_batch - batch % micro_batch}"
-    ]
-
-
 def _model_violations(config: RunConfig, own: list[str]) -> list[str]:
-    """Sizes of the model that the device or the sequences do not fit."""
-    model, found = config.model, []
+    model, length, found = config.model, config.train.sequence_length, []
     if (config.train.device, config.train.dtype) == ("cuda", "bf16"):
         # Rows of a grouped matrix product must start at multiples of 16 bytes.
         found += [
@@ -342,19 +282,16 @@ def _model_violations(config: RunConfig, own: list[str]) -> list[str]:
             ]
             if size % 8 and _sound(own, f"model.{name}")
         ]
-    if (
-        _sound(own, "model.max_position_embeddings", "train.sequence_length")
-        and config.train.sequence_length > model.max_position_embeddings
-    ):
+    sound = _sound(own, "model.max_position_embeddings", "train.sequence_length")
+    if sound and length > model.max_position_embeddings:
         found.append(
-            f"train.sequence_length is {config.train.sequence_length}: the model has positions up "
-            f"to model.max_position_embeddings {model.max_position_embeddings}"
+            f"train.sequence_length is {length}: the model has positions up to "
+            f"model.max_position_embeddings {model.max_position_embeddings}"
         )
     return found
 
 
 def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
-    """Corpora that are missing, damaged, too short or of another tokenizer."""
     data, found = config.data, []
     vocab_size = config.model.vocab_size if _sound(own, "model.vocab_size") else sys.maxsize
     if data.standard_library and (data.training or data.held_out or data.tokenizer):
@@ -369,28 +306,25 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
             f"{STANDARD_LIBRARY_VOCABULARY} or more"
         )
     try:
-        for path, folder in [
-            ("data.training", config.folders.training),
-            ("data.held_out", config.folders.held_out),
-        ]:
-            if folder.exists() or not data.standard_library:
-                found += _corpus_violations(config, path, folder, vocab_size)
+        folders = config.folders
     except ValueError as error:
-        found.append(str(error))
+        return [*found, str(error)]
+    for name, folder in (("training", folders.training), ("held_out", folders.held_out)):
+        if folder.exists() or not data.standard_library:
+            found += _corpus_violations(config, f"data.{name}", folder, vocab_size)
     return found
 
 
 def _corpus_violations(config: RunConfig, path: str, folder: Path, vocab_size: int) -> list[str]:
-    """What is wrong with one corpus, seen from its metadata."""
+    here, found = f"{path} is {str(folder)!r}", []
     try:
-        corpus = Corpus.open(folder, vocab_size)
+        meta = Corpus.open(folder, vocab_size).meta
         tokenizer = tokenizer_hash(config.folders.tokenizer)
     except (ValueError, OSError) as error:
-        return [f"{path} is {str(folder)!r}: {error}"]
-    meta, found = corpus.meta, []
+        return [f"{here}: {error}"]
     if meta.tokenizer_sha256 != tokenizer:
         found.append(
-            f"{path} is {str(folder)!r}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
+            f"{here}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
             f"{str(config.folders.tokenizer)!r} is another tokenizer; give the one it was made with"
         )
     if meta.vocab_size > vocab_size:
@@ -398,14 +332,10 @@ def _corpus_violations(config: RunConfig, path: str, folder: Path, vocab_size: i
             f"model.vocab_size is {vocab_size}: the tokenizer of {path} has "
             f"{meta.vocab_size} ids; set --model.vocab-size {meta.vocab_size} or more"
         )
-    train = config.train
-    if path == "data.held_out" and meta.num_tokens < 2:
-        found.append(f"{path} is {str(folder)!r}: one token has no target; give more text")
-    elif (
-        path == "data.training"
-        and train.sequence_length > 0
-        and num_samples(meta.num_tokens, train.sequence_length) < train.batch
-    ):
-        fault = too_few_samples(meta.num_tokens, train.sequence_length, train.batch)
-        found.append(f"{path} is {str(folder)!r}: {fault}")
+    batch, length = config.train.batch, config.train.sequence_length
+    if path == "data.held_out":
+        if meta.num_tokens < 2:
+            found.append(f"{here}: one token has no target; give more text")
+    elif length > 0 and num_samples(meta.num_tokens, length) < batch:
+        found.append(f"{here}: {too_few_samples(meta.num_tokens, length, batch)}")
     return found

@@ -1,11 +1,8 @@
 """`pith VERB ...`: the one command.
 
-    pith tokenize --inputs FILES --tokenizer FOLDER --output FOLDER
-    pith pretrain RECIPE [--field.path value ...]
-
 A verb is one arm of `_run_verb`, and what it needs is imported inside that arm: `pith --help`
-imports nothing heavy, tokenising and converting import no CUDA package. RECIPE is a built-in name
-or the path of a Python file; every field of its `RunConfig` is an option of the same name.
+imports nothing heavy, tokenising and converting import no CUDA package. Every field of a recipe's
+`RunConfig` is an option of the same name.
 
 Exit codes: 0 done, 1 a rank failed or a comparison was off, 2 refused before anything was written.
 """
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
     from pith_apps.arguments import RunArguments
 
 Arguments = TypeVar("Arguments", bound="RunArguments")
-"""A recipe's configuration and the options of one verb."""
 
 USAGE = """\
 usage: pith VERB ...
@@ -45,9 +41,8 @@ that returns a RunConfig. `pith VERB --help` and `pith VERB RECIPE --help` list 
 `--train.steps 4` sets the field `steps` of the recipe's `train`.
 """
 VERBS = ("tokenize", "pretrain", "evaluate", "convert", "parity")
-HELP_FLAGS = ("-h", "--help")
 LAUNCHER_VARIABLE = "PITH_LAUNCHER"
-"""Environment variable that tells a worker the process id of the launcher it belongs to."""
+"""Holds, for a worker, the process id of its launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +64,13 @@ class TokenizeArguments:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code.
-
-    Args:
-        arguments: what follows `pith`; default the arguments of this process.
-    """
+    """Run what follows `pith`, by default this process's arguments; return the exit code."""
     _follow_launcher()
     match list(sys.argv[1:] if arguments is None else arguments):
         case []:
             print(USAGE, end="", file=sys.stderr)
             return 2
-        case [flag] if flag in HELP_FLAGS:
+        case ["-h" | "--help"]:
             print(USAGE, end="")
             return 0
         case [verb, *rest]:
@@ -102,7 +93,6 @@ def _follow_launcher() -> None:
 
 
 def _run_verb(verb: str, rest: list[str]) -> int:
-    """The one list of verbs."""
     match verb, rest:
         case "tokenize", _:
             return _tokenize(rest)
@@ -172,7 +162,7 @@ def _import(rest: list[str]) -> int:
     arguments = _parse_recipe("convert import", rest, ImportArguments)
     config = arguments.config
     check_values(config)
-    # A folder that is not there belongs to no run, and a refusal shall not make it.
+    # A refusal shall not make a folder that is not there.
     run = config.run_folder
     with held_run_folder(run) if run.exists() else nullcontext():
         import_checkpoint(arguments.source, config.checkpoint_folder, config.model)
@@ -260,7 +250,7 @@ def _launch(num_processes: int, arguments: list[str]) -> int:
 
 
 def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Arguments:
-    """The recipe named first, as the `config` of a form, with the options after it in place."""
+    """The recipe named first as `config` of a form, and the options after it."""
     import tyro
 
     from pith_apps.recipes.load import load_recipe
@@ -282,8 +272,7 @@ def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Argum
 
 
 def _option_names(options: list[str]) -> list[str]:
-    """The options by name, `--no-x` as `--x`; one given twice, whose first value would be
-    ignored, is refused."""
+    """The options by name, `--no-x` as `--x`; refuses one given twice, else the first is lost."""
     spelled = [option.split("=")[0].replace("_", "-") for option in options if option[:2] == "--"]
     names = [re.sub(r"(^--|\.)no-", r"\1", name) for name in spelled]
     twice = sorted({name for name in names if names.count(name) > 1})

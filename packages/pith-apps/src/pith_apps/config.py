@@ -1,17 +1,15 @@
 """One run as one frozen dataclass tree.
 
-A recipe is a Python function that returns a `RunConfig`; the command line overrides its fields
-(`--train.steps 4`). The docstring under a field is its `--help` text, so an option is added by
-adding one field here and nowhere else. The tree prints, saves to `config.json` and compares equal
-when reloaded by the same recipe, because it holds plain values only.
+A recipe is a Python function that returns a `RunConfig` of plain values; the command line overrides
+its fields (`--train.steps 4`). The docstring under a field is its `--help` text, so an option is
+added by adding one field here and nowhere else.
 
 How a step is cut into micro-batches, with B = `train.batch`, b = `train.micro_batch`, R = dp * ep:
 
     B sequences = R batch ranks * N micro-batches a rank * b sequences,     N >= 2 * pp
 
-The trap: no dataclass checks itself when it is made, since its error would come alone. Its method
-`violations` says what is wrong with its values, for those of this file `checks.py` does; what
-relates two of them, or a field and the machine, belongs into `checks.py` too, which reports all.
+The trap: no dataclass checks itself when it is made, since its error would come alone; `checks.py`
+reports all.
 """
 
 import dataclasses
@@ -50,7 +48,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The size of a run and of its steps, and the numbers it computes with."""
+    """Steps, their size, and the numbers they compute with."""
 
     steps: int
     """Optimizer updates of the whole run, those before a resume included."""
@@ -70,14 +68,14 @@ class TrainConfig:
     """Attention backend; `auto` is the fastest for this device and dtype, and is printed."""
     recompute: Recompute = "none"
     """Stages that keep only their inputs and run again before their backward: less memory for more
-    computing. Gradients are the same, and no expert all-to-all is repeated."""
+    computing, the same gradients."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; `inf` never scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Held-out loss during training and by `pith evaluate`."""
+    """Held-out loss."""
 
     interval: int = 100
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
@@ -87,7 +85,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Saving and resuming; the newest complete checkpoint of the run folder is always resumed."""
+    """Saving; the newest complete checkpoint of the run folder is always resumed."""
 
     interval: int = 100
     """Steps between checkpoints; 0 saves after the last step only."""
@@ -97,7 +95,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What a run writes beside the step lines and `metrics.jsonl`, which are always on."""
+    """What a run writes beside the step lines and `metrics.jsonl`."""
 
     tensorboard: bool = False
     """Also write TensorBoard events (needs the `tensorboard` extra)."""
@@ -143,7 +141,7 @@ class RunConfig:
 
     @property
     def run_folder(self) -> Path:
-        """The folder that holds everything this run writes."""
+        """Holds everything this run writes."""
         return self.runs_folder / self.name
 
     @property
@@ -153,70 +151,45 @@ class RunConfig:
 
     @property
     def export_folder(self) -> Path:
-        """The Hugging Face folder that a finished run is exported to."""
+        """The Hugging Face folder of a finished run."""
         return self.run_folder / "export"
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The tokenizer that goes into an export, which needs no corpus.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The tokenizer of an export, which needs no corpus; a ValueError if there is none."""
         return self.data.tokenizer or self.folders.tokenizer
 
     @property
-    def folders(self) -> "DataFolders":
-        """Where the corpora and their tokenizer are.
-
-        Raises:
-            ValueError: one of them is not given.
-        """
-        data = self.data
+    def folders(self) -> "_DataFolders":
+        """Corpora and tokenizer; a ValueError if one is not given."""
+        data, root = self.data, self.runs_folder / "standard-library"
         if data.standard_library:
-            root = self.runs_folder / "standard-library"
-            return DataFolders(
-                root=root,
-                training=root / "training",
-                held_out=root / "held_out",
-                tokenizer=root / "tokenizer",
+            return _DataFolders(
+                training=root / "training", held_out=root / "held_out", tokenizer=root / "tokenizer"
             )
-        if data.training is None or data.held_out is None or data.tokenizer is None:
+        training, held_out, tokenizer = data.training, data.held_out, data.tokenizer
+        if training is None or held_out is None or tokenizer is None:
             raise ValueError(
                 "data.training, data.held_out and data.tokenizer: give all three folders, or "
                 "--data.standard-library for a corpus that needs none"
             )
-        return DataFolders(
-            root=None, training=data.training, held_out=data.held_out, tokenizer=data.tokenizer
-        )
+        return _DataFolders(training=training, held_out=held_out, tokenizer=tokenizer)
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a step over all batch ranks."""
+        """Of a step, over all batch ranks."""
         return self.train.batch // self.train.micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataFolders:
-    """Where a run's tokens are."""
-
-    root: Path | None
-    """The folder of the standard library's corpora, None when the user gave the others."""
+class _DataFolders:
     training: Path
-    """Corpus folder to train on."""
     held_out: Path
-    """Corpus folder to evaluate on."""
     tokenizer: Path
-    """Tokenizer folder of both."""
-
-
-def compute_dtype(config: RunConfig) -> torch.dtype:
-    """The torch dtype that `train.dtype` names."""
-    return torch_dtype(config.train.dtype)
 
 
 def torch_dtype(name: Literal["bf16", "fp32", "fp64"]) -> torch.dtype:
-    """The torch dtype of this name."""
+    """The torch dtype that `train.dtype` names."""
     match name:
         case "bf16":
             return torch.bfloat16
@@ -227,5 +200,5 @@ def torch_dtype(name: Literal["bf16", "fp32", "fp64"]) -> torch.dtype:
 
 
 def config_record(config: RunConfig) -> dict[str, Any]:
-    """The tree as plain JSON values, for `config.json` and a checkpoint's manifest."""
+    """The tree as JSON values, for `config.json` and a checkpoint's manifest."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))

@@ -3,9 +3,6 @@
     import   config.json, *.safetensors  ->  step-00000000, weights in fp32, no moments
     export   any complete checkpoint     ->  a folder that transformers and vLLM open as it is
 
-A tensor that is missing, unexpected or of another shape ends the conversion before anything gets
-its final name. Needs no GPU, and memory for the largest tensor and one output file.
-
 The trap: bf16 -> fp32 -> bf16 is exact, so an import exported again in the dtype it came in has the
 same bytes; a trained fp32 weight exported in bf16 is rounded.
 """
@@ -13,7 +10,6 @@ same bytes; a trained fp32 weight exported in bf16 is rounded.
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import torch
@@ -26,7 +22,7 @@ from pith_engine.checkpoint import (
     write_checkpoint,
 )
 from pith_engine.mesh import Mesh
-from pith_models.build import ModelConfig, canonical_tensors, model_config_from_hf
+from pith_models.build import ModelConfig, canonical_tensors, model_config_from_hf, parameter_counts
 from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
@@ -35,14 +31,15 @@ from pith_apps.corpus import named_eos_token, open_tokenizer
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """A checkpoint's model by canonical name, each tensor read when asked for."""
+    """A checkpoint's model by canonical name, each tensor read, and counted, when asked for."""
 
-    def __init__(self, path: Path):
-        self._path = path
-        self._names = tensor_names(path)
+    def __init__(self, path: Path, bar: tqdm):
+        self._path, self._names, self._bar = path, tensor_names(path), bar
 
     def __getitem__(self, name: str) -> Tensor:
-        return read_tensor(self._path, f"model.{name}")
+        tensor = read_tensor(self._path, f"model.{name}")
+        self._bar.update(tensor.numel())
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -62,41 +59,33 @@ def export_checkpoint(
 ) -> None:
     """Write the weights of a checkpoint, saved on any mesh, as the Hugging Face folder `out`.
 
-    `companions` is a tokenizer folder or the Hugging Face folder that the model came from: its
-    tokenizer files and generation config are copied, and `config.json` takes over token ids and
-    other fields that do not change the model. `replace` allows an `out` that exists.
-
-    Raises:
-        ValueError: incomplete or damaged checkpoint, other tensors than those of `config`, or `out`
-            exists.
+    `companions` is a tokenizer folder or the Hugging Face folder that the model came from, whose
+    companion files and fields are taken over. A ValueError refuses an incomplete or damaged
+    checkpoint, other tensors than those of `config`, or an `out` that exists without `replace`.
     """
     verify_checkpoint(checkpoint, Mesh.single())
     layout = canonical_tensors(config)
-    total = sum(prod(tensor.shape) for tensor in layout) * dtype.itemsize
+    total = parameter_counts(config).total
     with _progress("export", total) as bar:
         export_tensors(
-            CheckpointTensors(checkpoint),
+            CheckpointTensors(checkpoint, bar),
             layout,
             {**_companion_fields(companions), **config.to_hf()},
             out,
             dtype=dtype,
             companions=companions,
             replace=replace,
-            on_written=bar.update,
         )
-    print(f"exported {checkpoint} to {out}: {len(layout)} tensors, {total / 1e6:,.1f} MB, {dtype}")
+    size = total * dtype.itemsize / 1e6
+    print(f"exported {checkpoint} to {out}: {len(layout)} tensors, {size:,.1f} MB, {dtype}")
 
 
 def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> Path:
-    """Write a Hugging Face folder as the checkpoint of step 0 of a run, whose model is `config`.
+    """Write a Hugging Face folder as a run's checkpoint of step 0, and return its path.
 
-    Returns the checkpoint's folder below `checkpoints`.
-
-    Raises:
-        ValueError: the folder holds another model or other keys, or the run has a checkpoint.
+    A ValueError if the folder holds another model than `config`, or the run has a checkpoint.
     """
-    theirs = asdict(model_config_from_hf(read_hf_config(source)))
-    ours = asdict(config)
+    theirs, ours = asdict(model_config_from_hf(read_hf_config(source))), asdict(config)
     different = [
         f"model.{name} is {ours[name]}, {source} has {value}"
         for name, value in theirs.items()
@@ -108,8 +97,8 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
         raise ValueError(f"{existing} would be resumed instead: choose another --name or remove it")
     layout = canonical_tensors(config)
     tensors = HuggingFaceTensors(source, layout, torch.float32)
-    print(f"importing {source}: {tensors.account.describe()}")
-    total = sum(prod(tensor.shape) for tensor in layout) * torch.float32.itemsize
+    print(f"importing {source}: {tensors.account}")
+    total = parameter_counts(config).total
     with _progress("import", total) as bar:
         blocks = [
             StoredBlock(
@@ -122,16 +111,15 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
             )
             for tensor in layout
         ]
-        # As in `config_record`: who reads the checkpoint compares it with the recipe's.
         facts = {"imported_from": str(source), "config": {"model": ours}}
         path = write_checkpoint(checkpoints, 0, blocks, facts)
-    print(f"imported {source} to {path}: {len(layout)} tensors, {total / 1e6:,.1f} MB")
+    print(f"imported {source} to {path}: {len(layout)} tensors, {total * 4 / 1e6:,.1f} MB")
     return path
 
 
 def _read_and_count(tensors: Mapping[str, Tensor], name: str, bar: tqdm) -> Tensor:
     tensor = tensors[name]
-    bar.update(tensor.nbytes)
+    bar.update(tensor.numel())
     return tensor
 
 
@@ -146,9 +134,9 @@ def _companion_fields(folder: Path | None) -> dict[str, object]:
     return {}
 
 
-def _progress(label: str, num_bytes: int) -> tqdm:
+def _progress(label: str, total: int) -> tqdm:
     # disable=None: silent where no terminal would show it.
-    return tqdm(total=num_bytes, desc=label, unit="B", unit_scale=True, disable=None)
+    return tqdm(total=total, desc=label, unit=" parameters", unit_scale=True, disable=None)
 
 
 _COMPANION_FIELDS = (
@@ -159,4 +147,4 @@ _COMPANION_FIELDS = (
     "output_router_logits",
     "router_aux_loss_coef",
 )
-"""Fields of `config.json` that depend on the tokenizer or guide other programs only."""
+"""Fields of `config.json` that do not change the model."""

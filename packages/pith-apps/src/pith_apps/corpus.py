@@ -4,11 +4,10 @@ A corpus folder has the same bytes whatever machine or number of workers wrote i
 
     tokens.npy     `[N]` uint16, or uint32 when the vocabulary has more than 65,536 ids
     documents.npy  `[D + 1]` int64, document d is `tokens[documents[d] : documents[d + 1]]`
-    meta.json      tokenizer name and hash, vocabulary size, EOS id, counts, checksum
+    meta.json      `CorpusMeta`
 
 Every document ends with the EOS id; text that spells a special token is encoded as plain text, so
-none can forge its end. A folder is written under a temporary name and renamed: one that is there is
-whole. Opening it reads no token.
+none can forge its end. A folder that is there is whole: it was renamed at last.
 
 The trap: numpy wraps ids that do not fit, so the dtype follows the tokenizer's largest id, never
 the ids seen.
@@ -36,11 +35,12 @@ from tqdm import tqdm
 END_OF_TEXT = "<|endoftext|>"
 TEXT_SUFFIXES = (".py", ".txt", ".jsonl")
 
-# Parts of the standard library that distributions leave out, or that are data.
 LEFT_OUT = {
     *("site-packages", "dist-packages", "__pycache__", "test", "tests", "encodings", "pydoc_data"),
     *("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),
 }
+"""Parts of the standard library that distributions leave out, or that are data."""
+
 BATCH_CHARACTERS = 1 << 20
 
 
@@ -49,15 +49,15 @@ class CorpusMeta:
     """Contents of `meta.json`."""
 
     tokenizer_name: str
-    """Name of its folder."""
+    """Of its folder."""
     tokenizer_sha256: str
-    """SHA-256 of its `tokenizer.json`."""
+    """Of its `tokenizer.json`."""
     vocab_size: int
     """Largest id of the tokenizer plus one."""
     eos_id: int
     """Ends every document."""
     num_tokens: int
-    """Length of `tokens.npy`, EOS ids included."""
+    """EOS ids included."""
     num_documents: int
     """Without the empty ones."""
     num_empty_documents: int
@@ -67,7 +67,7 @@ class CorpusMeta:
     dtype: str
     """Of `tokens.npy`."""
     sha256: str
-    """SHA-256 of the raw token ids, then the raw document offsets."""
+    """Of the raw token ids, then the raw document offsets."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -81,21 +81,20 @@ class CorpusMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """An opened corpus: read-only maps of its files."""
+    """Read-only maps of a folder's files."""
 
     tokens: numpy.ndarray
     """`[N]` uint16 or uint32."""
     documents: numpy.ndarray
-    """`[D + 1]` int64 offsets into `tokens`."""
+    """`[D + 1]` int64."""
     meta: CorpusMeta
     """Counts and hashes."""
 
     @staticmethod
     def open(folder: Path, vocab_size: int) -> "Corpus":
-        """Map a corpus folder for a model with `vocab_size` ids.
+        """Map a folder, without reading a token, for a model with `vocab_size` ids.
 
-        A ValueError says which file is missing, truncated or not as `meta.json` says, or which id
-        lies outside the vocabulary.
+        A ValueError says which file is missing, truncated or wrong, or which id is too large.
         """
         try:
             meta = CorpusMeta(**json.loads((folder / "meta.json").read_text()))
@@ -127,13 +126,9 @@ def tokenize_files(
     text_field: str = "text",
     num_workers: int = 1,
 ) -> CorpusMeta:
-    """Tokenise files into the new corpus folder `output` with `num_workers` processes.
+    """Tokenise files into the new corpus folder `output`; `TokenizeArguments` explains the rest.
 
-    `inputs` are `.py` and `.txt` files (one document each), `.jsonl` files (one a line, its text in
-    `text_field`) and folders of them; `eos_token` is by default that of `tokenizer_folder`.
-
-    A ValueError names all faults of the arguments at once, or what is wrong with an input's text;
-    nothing is left behind.
+    A ValueError names all faults of the arguments at once, or that of a text; no file is left.
     """
     files, faults = _list_files(inputs)
     opened = None
@@ -165,10 +160,9 @@ def tokenize_files(
                 digest.update(data)
                 file.write(data)
                 ends.append(ends[-1] + len(ids))
-            # Written twice, since only now its length is known: numpy pads it for that.
+            # Only now the length is known; numpy pads the header for that.
             file.seek(0)
             assert _write_header(file, dtype, ends[-1]) == start, "the header of a .npy file grew"
-        assert max_id < vocab_size, (max_id, vocab_size)
         if len(ends) == 1:
             raise ValueError(f"no document with any text in {len(files)} file(s): {files[0]} ...")
         documents = numpy.array(ends, dtype=numpy.int64)
@@ -209,13 +203,11 @@ def prepare_standard_library(
 ) -> None:
     """Make `folder/{tokenizer,training,held_out}` of the standard library; keeps what is there.
 
-    Several runs may do so at once: each makes the same bytes, and the first to finish stays.
-    Training gets at most `max_bytes`, evenly over the files: seconds of work.
+    Several runs may do so at once, with the same bytes. Training gets at most `max_bytes`.
     """
     training, held_out = standard_library_files()
     training = _spread(training, max_bytes)
-    parts = {"tokenizer": training, "training": training, "held_out": held_out}
-    for name, files in parts.items():
+    for name, files in (("tokenizer", training), ("training", training), ("held_out", held_out)):
         output = folder / name
         if output.exists():
             continue
@@ -225,17 +217,16 @@ def prepare_standard_library(
             else:
                 tokenize_files(files, folder / "tokenizer", output)
         except (OSError, ValueError):
-            if not output.exists():  # made meanwhile by another run: whole, since it was renamed
+            if not output.exists():  # else another run made it meanwhile
                 raise
 
 
 def train_tokenizer(
     files: list[Path], output: Path, *, vocab_size: int = 4096, max_bytes: int = 4_000_000
 ) -> None:
-    """Train a byte-level BPE tokenizer (arXiv 1508.07909), as `transformers` opens it.
+    """Train a byte-level BPE tokenizer (arXiv 1508.07909) on at most `max_bytes` of the files.
 
-    Reads at most `max_bytes`, evenly over the files. A ValueError refuses a text too short for
-    `vocab_size`, or an `output` that exists.
+    A ValueError refuses a text too short for `vocab_size`, or an `output` that exists.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -281,7 +272,7 @@ def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenize
 
 
 def named_eos_token(folder: Path) -> str | None:
-    """The EOS token in a folder's `tokenizer_config.json`; None without name or file."""
+    """The EOS token that a folder's `tokenizer_config.json` names, if any."""
     path = folder / "tokenizer_config.json"
     if not path.exists():
         return None
@@ -313,7 +304,7 @@ def unigram_entropy(tokens: numpy.ndarray) -> float:
 
 
 def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
-    """Yield the text of every document in order, line ends as in the file; ValueError by line."""
+    """Yield the text of every document, line ends as in the file; a ValueError names the line."""
     for path in tqdm(files, desc="documents", unit="file", disable=None, leave=False):
         try:
             if path.suffix != ".jsonl":
@@ -329,7 +320,8 @@ def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
 
 def _spread(files: list[Path], max_bytes: int) -> list[Path]:
     """Every n-th file, with n such that about `max_bytes` are left."""
-    return files[:: max(1, -(-sum(path.stat().st_size for path in files) // max_bytes))]
+    size = sum(path.stat().st_size for path in files)
+    return files[:: max(1, -(-size // max_bytes))]
 
 
 def _text_of_line(line: str, text_field: str, where: str) -> str:
@@ -394,8 +386,8 @@ def _encode(
             yield from _encode_batch(tokenizer_path, batch)
         return
     pending: deque[Future[list[numpy.ndarray]]] = deque()
-    # Spawned: a fork copies locks that threads of this process may hold. The processes are the
-    # parallelism: each would start a thread for every core.
+    # Spawned: a fork copies locks that threads of this process may hold. Without the variable each
+    # process starts a thread for every core.
     with ProcessPoolExecutor(
         num_workers,
         mp_context=get_context("spawn"),
@@ -418,7 +410,7 @@ def _encode_batch(tokenizer_path: Path, texts: list[str]) -> list[numpy.ndarray]
 
 @lru_cache(maxsize=1)
 def _plain_tokenizer(path: Path, written: int) -> Tokenizer:
-    """Cached by the file's time: opening a large tokenizer takes as long as encoding a batch."""
+    """Cached: opening a large tokenizer takes as long as encoding a batch."""
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()

@@ -1,8 +1,7 @@
 """Which tokens a micro-batch holds: a pure function of (seed, epoch, sample index).
 
-Sample i of N tokens with sequence length S is `tokens[i * S : i * S + S + 1]`: inputs are its first
-S ids, targets its last S. So every token but the first is a target once an epoch; a tail of fewer
-than S + 1 ids is dropped.
+Sample i with sequence length S is `tokens[i * S : i * S + S + 1]`: inputs are its first S ids,
+targets its last S. A tail of fewer than S + 1 ids is dropped.
 
     sample number g of a run      = (step - 1) * B + m * b + j          (steps count from 1)
     its epoch and place           = divmod(g, number of samples)
@@ -13,10 +12,7 @@ micro-batches `d * M / n .. (d + 1) * M / n - 1`: another mesh sees the same sam
 cp ranks of a batch rank read the same samples and keep their blocks of each.
 
 The permutation is a Feistel network over the smallest even number of bits that covers the epoch,
-applied again while the result falls outside it (cycle walking; Black and Rogaway, CT-RSA 2002): no
-index file, and any place of any epoch costs microseconds.
-
-Held-out data is read in order, padded with ignored targets so that all ranks make as many calls.
+applied again while the result falls outside it (cycle walking; Black and Rogaway, CT-RSA 2002).
 """
 
 import hashlib
@@ -34,10 +30,7 @@ NUM_ROUNDS = 6
 
 
 class TrainingData:
-    """The micro-batches of every step of a run, for one rank.
-
-    A background thread reads the step after the one asked for.
-    """
+    """One rank's micro-batches of every step; a background thread reads one step ahead."""
 
     def __init__(
         self,
@@ -53,9 +46,7 @@ class TrainingData:
     ):
         """`tokens` are `[N]` ids, a corpus's memory map; `batch_size` counts samples of all ranks.
 
-        Raises:
-            ValueError: `batch_size` does not divide over the batch ranks' micro-batches, or the
-                corpus has fewer samples than one step.
+        A ValueError if batch ranks get no whole micro-batches, or the corpus has too few samples.
         """
         self.tokens, self.device, self.seed, self.cp = tokens, device, seed, mesh.cp
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
@@ -68,16 +59,12 @@ class TrainingData:
         self._ahead: tuple[int, Future[Tensor]] | None = None
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of a step (counted from 1), in order.
-
-        Raises:
-            ValueError: the corpus holds an id outside the vocabulary.
-        """
+        """This rank's micro-batches of a step; a ValueError if an id is outside the vocabulary."""
         ahead, self._ahead = self._ahead, None
         rows = ahead[1].result() if ahead and ahead[0] == step else self._read(step)
         self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
         if self.device.type == "cuda":
-            # Here and not in the reader: its thread would open a context on GPU 0 in every rank.
+            # Not in the reader's thread, which would open a context on GPU 0 in every rank.
             rows = rows.pin_memory()
         return _batches_of(rows.to(self.device, non_blocking=True), self.cp)
 
@@ -104,12 +91,8 @@ def held_out_batches(
 ) -> Iterator[list[Batch]]:
     """Yield this rank's micro-batches of the held-out data, as many a call as in a training step.
 
-    The last sample may be short: missing targets are ignored targets, so every token but the first
-    is counted exactly once. With `max_samples`, that many spread evenly over the data are read.
-
-    Raises:
-        ValueError: `batch_size` does not divide over the batch ranks' micro-batches, there are
-            fewer than two tokens, or an id lies outside the vocabulary.
+    Samples come in order; with `max_samples`, that many spread evenly. What the last sample and
+    the last call lack are ignored targets. A ValueError as above, or for fewer than two tokens.
     """
     total = -(-(len(tokens) - 1) // sequence_length)
     if total < 1:
@@ -125,7 +108,7 @@ def held_out_batches(
 
 
 def too_few_samples(num_tokens: int, sequence_length: int, batch_size: int) -> str:
-    """The sentence that refuses a corpus smaller than one step."""
+    """What refuses a corpus smaller than one step."""
     return (
         f"the corpus of {num_tokens} tokens has {num_samples(num_tokens, sequence_length)} "
         f"samples of sequence length {sequence_length}, fewer than the batch of {batch_size}: "
@@ -134,15 +117,14 @@ def too_few_samples(num_tokens: int, sequence_length: int, batch_size: int) -> s
 
 
 def num_samples(num_tokens: int, sequence_length: int) -> int:
-    """Whole samples in `num_tokens` tokens: each target once, the tail dropped."""
+    """Whole samples in `num_tokens` tokens."""
     return max(0, (num_tokens - 1) // sequence_length)
 
 
 def permuted(place: int, size: int, seed: int, epoch: int) -> int:
     """Where `place` goes in the permutation of `range(size)` that belongs to (seed, epoch).
 
-    A round maps two halves of h bits, `4**h >= size`, to `(right, left xor F_k(right))`, which can
-    be undone whatever F is.
+    A round maps two halves of bits to `(right, left xor F(right))`: undone whatever F is.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -193,16 +175,16 @@ def _read_rows(
 
 
 def _batches_of(rows: Tensor, cp: Axis) -> list[Batch]:
-    """`[m, b, S + 1]` int64 on the device -> this rank's part of m micro-batches."""
+    """`[m, b, S + 1]` int64 -> this rank's part of m micro-batches."""
     _, size, width = rows.shape
     positions = torch.arange(width - 1, device=rows.device).repeat(size)
-    wholes = [
-        Batch(
+    batches = []
+    for row in rows:
+        whole = Batch(
             tokens=row[:, :-1].clamp(min=0).flatten(),
             targets=row[:, 1:].flatten(),
             positions=positions,
             sequence_length=width - 1,
         )
-        for row in rows
-    ]
-    return [shard_batch(whole, cp) for whole in wholes]
+        batches.append(shard_batch(whole, cp))
+    return batches

@@ -2,8 +2,7 @@
 
     loss = (sum of token losses) / (number of targets)       in nats; exp(loss) is the perplexity
 
-The sequences are spread evenly over the held-out corpus, the same at every step on every mesh.
-`pith evaluate RECIPE` takes the newest complete checkpoint of the run, saved on whatever mesh.
+The sequences are the same at every step on every mesh.
 """
 
 from pith_engine.checkpoint import load_checkpoint
@@ -17,10 +16,7 @@ from pith_apps.trainer import Trainer, build_trainer, joined_mesh
 
 
 def evaluate(config: RunConfig) -> int:
-    """Print the held-out loss of the newest checkpoint; every rank of the run calls it.
-
-    A ValueError if there is no complete checkpoint, or it holds another model.
-    """
+    """Print the held-out loss of the `required_checkpoint`; every rank of the run calls it."""
     newest = required_checkpoint(config)
     with joined_mesh(config) as (mesh, device):
         trainer = build_trainer(config, mesh, device)

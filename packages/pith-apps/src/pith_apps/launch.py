@@ -1,16 +1,14 @@
 """Where the processes of a run come from.
 
-Three ways lead to the same ranks, told apart by the environment alone:
+The environment alone tells three ways apart:
 
-- `pith pretrain demo`: nothing is set, so `launch` starts the processes on this machine through
-  torch's elastic launcher, each running the same command line again;
-- `torchrun --nproc-per-node 4 -m pith_apps.cli pretrain demo`: the command is one rank;
-- `srun pith pretrain demo`, a step of several tasks: the command is one rank.
+    pith pretrain demo                          `launch` starts ranks, each with this command line
+    torchrun -m pith_apps.cli pretrain demo     the command is one rank
+    srun pith pretrain demo                     likewise, in a step of several tasks
 
-Workers run the command line instead of a pickled function, so a rank can be started by hand and
-nothing but the environment distinguishes it. The trap: the elastic launcher gives every worker its
-own session, so a launcher that is killed (not interrupted) would leave workers behind that go on
-writing to the run folder; `cli.py` ties a worker to its launcher before anything else.
+The trap: the elastic launcher gives every worker its own session, so one that is killed (not
+interrupted) would leave workers behind that go on writing to the run folder; `cli.py` ties a worker
+to its launcher before anything else.
 """
 
 import os
@@ -24,7 +22,7 @@ from pith_apps.plan import Machine
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether this process was started as one rank of a group, by torchrun, srun or `launch`."""
+    """Whether torchrun, srun or `launch` started this process as one rank of a group."""
     return "RANK" in environment or read_launch(environment).world_size > 1
 
 
@@ -40,8 +38,7 @@ def find_machine(num_processes: int, environment: Mapping[str, str]) -> Machine:
 def launch(num_processes: int, arguments: Sequence[str]) -> int:
     """Run `pith ARGUMENTS` as `num_processes` ranks on this machine; return the exit code.
 
-    A rank that fails ends the others at once, and is named. An interrupt (Ctrl-C, SIGTERM) ends
-    all of them.
+    A rank that fails, or an interrupt (Ctrl-C, SIGTERM), ends all of them and is named.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,8 +1,7 @@
 """What is known about a run before it computes anything: printed at its start and kept in plan.txt.
 
-Every figure comes from the code that the run itself uses: layers per chunk from the cost model that
-places them, parameters from the list of tensors that checkpoints hold, the attention backend from
-the table that the operator asks. Choices are made here once and never change silently.
+Every figure comes from the code that the run itself uses. Choices are made here once and never
+change silently.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pith_engine.partition import chunk_costs, describe_partition, layers_per_ch
 from pith_models.build import forward_flops, parameter_counts
 from pith_ops.attention import AttentionBackend, choose_attention_backend
 
-from pith_apps.config import RunConfig, compute_dtype
+from pith_apps.config import RunConfig, torch_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +25,9 @@ class Machine:
     world_size: int
     """Processes of the run, all nodes together."""
     processes_here: int
-    """Processes of the run on this node."""
+    """Those on this node."""
     num_gpus: int
-    """GPUs that this node shows, over all processes of the run here."""
+    """GPUs that they see together."""
 
 
 def chosen_layers(config: RunConfig) -> tuple[int, ...]:
@@ -40,15 +39,11 @@ def chosen_layers(config: RunConfig) -> tuple[int, ...]:
 
 
 def chosen_attention(config: RunConfig) -> AttentionBackend:
-    """The attention backend of the run.
-
-    Raises:
-        ValueError: the configured one cannot serve this device, dtype or head dim.
-    """
+    """The attention backend; a ValueError if it cannot serve this device, dtype or head dim."""
     return choose_attention_backend(
         config.train.attention,
         torch.device(config.train.device),
-        compute_dtype(config),
+        torch_dtype(config.train.dtype),
         config.model.head_dim,
         config.model.head_dim,
         packed=False,
@@ -56,18 +51,12 @@ def chosen_attention(config: RunConfig) -> AttentionBackend:
 
 
 def training_flops(config: RunConfig) -> float:
-    """FLOPs of a token, forward and backward (twice the forward)."""
+    """FLOPs of a token: forward, and twice as many backward."""
     return 3 * forward_flops(config.model, config.train.sequence_length).total
 
 
 def describe_run(config: RunConfig, machine: Machine, num_tokens: int) -> str:
-    """The plan of a run as text.
-
-    Args:
-        config: the run.
-        machine: what it runs on.
-        num_tokens: length of the training corpus.
-    """
+    """The plan of a run whose training corpus has `num_tokens`, as text."""
     train, mesh = config.train, config.mesh
     counts = parameter_counts(config.model)
     flops = forward_flops(config.model, train.sequence_length)
@@ -95,7 +84,6 @@ chosen: device {train.device}, dtype {train.dtype}, attention {chosen_attention(
 
 
 def _sharding(config: RunConfig) -> str:
-    """Over which axes parameters are sharded and replicated."""
     mesh, parts = Mesh.plan(config.mesh, 0), []
     for kind, is_expert in (("dense", False), ("experts", True)):
         shards, replicas = shard_axes(mesh, config.sharding, is_expert=is_expert)

@@ -1,16 +1,15 @@
 """Pretraining: from initial weights, or from the newest complete checkpoint of the run folder.
 
-A step is short enough to be read whole (`_train_step`):
+A step (`_train_step`):
 
-    1. this rank's micro-batches of the step; which samples they hold depends on the step alone
+    1. this rank's micro-batches, which depend on the step alone
     2. gradients: gather, DualPipeV over the micro-batches, reduce, global norm   (trainer.py)
     3. a norm that is not finite ends the run before anything is updated
     4. clip, learning rate of the step, AdamW or Muon on this rank's shards, `bias` balancing
 
-Around it: a held-out evaluation and a checkpoint at their intervals and after the last step, one
-line a step. The same command again resumes: weights, moments, data position and learning rate all
-follow from the checkpoint's step, so the steps after it are those of an uninterrupted run. After
-the last step rank 0 alone draws the losses and exports to a Hugging Face folder.
+Evaluations and checkpoints follow at their intervals and after the last step. The same command
+again resumes: weights, moments, data position and learning rate follow from the checkpoint's step,
+so the steps after it are those of an uninterrupted run.
 
 The trap: evaluation and saving come after the update of their step, in this order, so a complete
 checkpoint of step N implies that everything about steps 1 to N is on record.
@@ -32,13 +31,12 @@ from pith_engine.checkpoint import (
 )
 from pith_engine.gradients import clip_gradients, raise_if_not_finite
 from pith_engine.lr import learning_rate
-from pith_engine.mesh import Mesh
 from pith_engine.muon import Muon
 from pith_engine.optim import AdamW, describe_groups
 from pith_engine.runtime import all_reduce, broadcast_object, read_launch
 
 from pith_apps.checks import changed_fields, required_checkpoint
-from pith_apps.config import RunConfig, compute_dtype, config_record
+from pith_apps.config import RunConfig, config_record, torch_dtype
 from pith_apps.convert import export_checkpoint
 from pith_apps.corpus import Corpus, unigram_entropy
 from pith_apps.data import TrainingData
@@ -50,15 +48,7 @@ from pith_apps.trainer import Trainer, build_trainer, joined_mesh, step_gradient
 
 
 def pretrain(config: RunConfig, machine: Machine) -> int:
-    """Train to the last step; every rank of the run calls it, after `check_run`.
-
-    Args:
-        config: the run.
-        machine: what it runs on, for the plan.
-
-    Returns:
-        The exit code, 0. A failure ends the process.
-    """
+    """Train to the last step and return exit code 0; every rank calls it, after `check_run`."""
     with joined_mesh(config) as (mesh, device):
         corpus = Corpus.open(config.folders.training, config.model.vocab_size)
         plan = describe_run(config, machine, corpus.meta.num_tokens)
@@ -114,7 +104,6 @@ def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon) -> Man
 
 
 def _start_line(config: RunConfig, resumed: Manifest | None) -> str:
-    """Where the run starts, and what changed since the checkpoint."""
     folder, steps = config.checkpoint_folder, config.train.steps
     if resumed is None:
         return f"no complete checkpoint in {folder}: step 1 starts from initial weights"
@@ -133,7 +122,6 @@ def _start_line(config: RunConfig, resumed: Manifest | None) -> str:
 def _train(
     config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog
 ) -> None:
-    """Steps, evaluations and checkpoints until the last step."""
     data = TrainingData(
         corpus.tokens,
         trainer.mesh,
@@ -163,7 +151,7 @@ def _train_step(
     log: RunLog,
 ) -> None:
     """One optimizer update, or none when the global batch has no target."""
-    parameters, mesh = trainer.parameters, trainer.mesh
+    parameters, mesh, device = trainer.parameters, trainer.mesh, trainer.device
     losses, norm = step_gradients(trainer, data.micro_batches(step))
     rate = learning_rate(config.lr, step, config.train.steps)
     raise_if_not_finite(parameters, norm, step, mesh)
@@ -173,18 +161,19 @@ def _train_step(
         if config.balance.method == "bias":
             counts = trainer.pipeline.expert_counts
             update_balance_biases(parameters, counts, config.balance.bias_rate)
+    peak = torch.tensor(peak_memory_bytes(device), dtype=torch.int64, device=device)
     log.log_step(
         losses,
         learning_rate=rate,
         grad_norm=norm.item(),
         num_tokens=config.train.batch * config.train.sequence_length,
         # Read last: on a GPU its arrival means that the optimizer's kernels are done.
-        peak_memory=_peak_memory(mesh, trainer.device),
+        peak_memory=int(all_reduce(peak, mesh.world, op="max").item()),
     )
 
 
 def _is_due(step: int, interval: int, last: int) -> bool:
-    """Whether something with this interval (0: never) follows `step`; always after the last."""
+    """Whether something with this interval follows `step`; always after the last."""
     return step == last or (interval > 0 and step % interval == 0)
 
 
@@ -218,14 +207,8 @@ def _save(
         log.say(f"saved {path}: {size / 1e6:,.1f} MB in {seconds:.2f} s")
 
 
-def _peak_memory(mesh: Mesh, device: torch.device) -> int:
-    """Bytes of the fullest rank."""
-    peak = torch.tensor(peak_memory_bytes(device), dtype=torch.int64, device=device)
-    return int(all_reduce(peak, mesh.world, op="max").item())
-
-
 def _finish(config: RunConfig) -> None:
-    """After the last step, rank 0 alone: the picture, the export, and where everything is."""
+    """After the last step, rank 0 alone: draw the losses, export, say where everything is."""
     folder = config.run_folder
     held_out = Corpus.open(config.folders.held_out, config.model.vocab_size)
     plot_losses(folder, unigram_entropy=unigram_entropy(held_out.tokens))
@@ -233,7 +216,7 @@ def _finish(config: RunConfig) -> None:
         required_checkpoint(config),
         config.export_folder,
         config.model,
-        dtype=compute_dtype(config),
+        dtype=torch_dtype(config.train.dtype),
         companions=config.tokenizer_folder,
         replace=True,
     )

@@ -1,7 +1,6 @@
-"""The picture of a run: `loss.png` from `metrics.jsonl`.
+"""The picture of a run: `loss.png` from `metrics.jsonl`, drawn without a display.
 
-Training loss of every step (faint) under its running mean, held-out loss as points, the entropy of
-single tokens as a line: a model below it uses context. No display is needed.
+A model below the line of the entropy of single tokens uses context.
 """
 
 from pathlib import Path

@@ -1,24 +1,23 @@
-"""What a run leaves behind while it runs: a line a step, the same numbers with all digits, logs.
+"""What a run leaves in its folder while it runs.
 
-    <run folder>/config.json          the configuration of the latest start
-                 environment.json     versions, machine and command of the latest start
-                 metrics.jsonl        one JSON object a line, written by rank 0 (see below)
-                 log/rank_00000.log   what a rank said, with times; rank 0 also prints it
-                 tensorboard/         when asked for
-                 lock                 held while a process writes to the folder
+    config.json          the configuration of the latest start
+    environment.json     versions, machine and command of the latest start
+    metrics.jsonl        one JSON object a line, written by rank 0
+    log/rank_00000.log   what a rank said, with times; rank 0 also prints it
+    tensorboard/         when asked for
+    lock                 held while a process writes to the folder
 
 A line of `metrics.jsonl` has either "loss" (a training step) or "held_out_loss" (an evaluation
 after that step). A resumed run first cuts off what it will write again.
 
-Times are wall clock from the end of one step to the end of the next; `seconds_elsewhere` says how
-much of that was evaluation or saving. The trap: a GPU runs behind the host, so a number handed to
-`log_step` must have been read (`.item()`) after the optimizer's kernels were launched; its arrival
-means that the step is over.
+The trap: a GPU runs behind the host, so a number handed to `log_step` must have been read after the
+optimizer's kernels were launched: it shows that the step is over.
 """
 
 import json
 import os
 import platform
+import re
 import resource
 import sys
 import time
@@ -26,8 +25,9 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from fcntl import LOCK_EX, LOCK_NB, flock
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -40,69 +40,69 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 ETA_STEPS = 20
-"""The time to go follows from this many recent steps."""
+"""Recent steps that the time to go follows from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One training step, as `metrics.jsonl` and the step line give it."""
+    """One training step, as `metrics.jsonl` gives it; loads are None without experts."""
 
     step: int
-    """Counted from 1."""
+    """From 1."""
     total_steps: int
-    """Steps of the whole run."""
+    """Of the whole run."""
     loss: float
-    """Token-weighted mean over all ranks, in nats."""
+    """Mean over all targets, in nats."""
     balance_loss: float
-    """Balance loss without its coefficient; 1 is even, 0 is a method without one."""
+    """Without its coefficient; 1 is even, 0 a method without one."""
     z_loss: float
-    """Router z-loss without its coefficient; 0 when it is off."""
+    """Without its coefficient; 0 when it is off."""
     max_load: float | None
-    """Tokens of the busiest expert over the mean, worst layer; None for a model without experts."""
+    """Tokens of the busiest expert over the mean, worst layer."""
     dead_experts: int | None
-    """Experts without a token, over all layers; None likewise."""
+    """Those without a token, over all layers."""
     load_entropy: float | None
-    """Entropy of the load from 0 to 1 (even), mean over layers; None likewise."""
+    """From 0 to 1 (even), mean over layers."""
     learning_rate: float
-    """That the step used."""
+    """Of the step."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global, before clipping."""
     tokens_seen: int
-    """Target tokens since the start of the run, this step included."""
+    """Targets since the start of the run."""
     tokens_per_second: float
-    """Over all ranks; the seconds elsewhere do not count."""
+    """Over all ranks, without the seconds elsewhere."""
     tokens_per_second_per_rank: float
-    """The same, a rank (a GPU)."""
+    """A rank is a GPU."""
     mfu: float | None
-    """Model FLOP/s over the peak of all GPUs; None when `mfu_unknown` says why."""
-    mfu_unknown: str
-    """Why there is no MFU, or empty."""
+    """Model FLOP/s over the peak of all GPUs; None where that is unknown."""
     peak_memory: int
     """Bytes of the fullest rank: allocated on the GPU, or resident on a CPU."""
     step_seconds: float
-    """From the end of the step before to the end of this one."""
+    """From the end of one step to the end of the next."""
     seconds_elsewhere: float
-    """Part of `step_seconds` that evaluation and saving took."""
+    """Part of them that evaluation and saving took."""
     eta_seconds: float
-    """Until the last step, at the recent pace."""
+    """Until the last step."""
     num_skipped_steps: int
-    """Steps so far whose update was skipped for want of targets."""
+    """So far, for want of targets."""
 
     def line(self, device_type: str) -> str:
         """The step line of rank 0."""
         width = len(str(self.total_steps))
         unit = "GPU" if device_type == "cuda" else "process"
-        loads = "max-load n/a"
+        loads = ["max-load n/a"]
         if self.max_load is not None:
-            loads = f"max-load {self.max_load:.2f}  dead {self.dead_experts}  "
-            loads += f"entropy {self.load_entropy:.3f}"
-        mfu = f"n/a ({self.mfu_unknown})" if self.mfu is None else f"{100 * self.mfu:.1f}%"
+            loads = [f"max-load {self.max_load:.2f}", f"dead {self.dead_experts}"]
+            loads.append(f"entropy {self.load_entropy:.3f}")
+        mfu = "n/a (CPU)" if unit == "process" else "n/a (GPU of unknown peak)"
+        if self.mfu is not None:
+            mfu = f"{100 * self.mfu:.1f}%"
         parts = [
             f"step {self.step:>{width}}/{self.total_steps}",
             f"loss {self.loss:.4f}",
             f"balance {self.balance_loss:.3f}",
             *([f"z {self.z_loss:.3f}"] if self.z_loss else []),
-            loads,
+            *loads,
             f"lr {self.learning_rate:.2e}",
             f"grad norm {self.grad_norm:.3f}",
             f"{self.tokens_per_second:,.0f} tok/s",
@@ -128,19 +128,15 @@ class RunLog:
         world_size: int,
         device: torch.device,
         total_steps: int,
-        flops_per_token: float | None,
+        flops_per_token: float,
         resumed_step: int = 0,
         tokens_seen: int = 0,
         tensorboard: bool = False,
     ):
-        """Open the files and start the clock.
+        """Open the files and start the clock; a ValueError if the folder cannot be written.
 
-        `flops_per_token` are of forward and backward; None leaves MFU out. A run continues from
-        `resumed_step`, until which it saw `tokens_seen` targets; 0 is a new run, whose old records
-        are all cut off.
-
-        Raises:
-            ValueError: the folder cannot be written.
+        `flops_per_token` are of forward and backward. Until `resumed_step` the run saw
+        `tokens_seen` targets; 0 is a new run, whose old records are all cut off.
         """
         self.rank, self.world_size, self.device = rank, world_size, device
         self.total_steps, self.step, self.tokens_seen = total_steps, resumed_step, tokens_seen
@@ -148,19 +144,19 @@ class RunLog:
         self.num_skipped_steps = 0
         self.metrics: TextIO | None = None
         self.writer: SummaryWriter | None = None
+        # A start from step 0 evaluates again: that record goes too.
+        last_kept = resumed_step or -1
         try:
             (folder / "log").mkdir(parents=True, exist_ok=True)
             self.text = (folder / "log" / f"rank_{rank:05}.log").open("a", buffering=1)
             if rank == 0:
-                # A start from step 0 evaluates again, so its record goes too.
-                _truncate_metrics(folder, resumed_step or -1)
-                for record in read_metrics(folder):
+                for record in _truncate_metrics(folder, last_kept):
                     self.num_skipped_steps = record.get("num_skipped_steps", self.num_skipped_steps)
                 self.metrics = (folder / "metrics.jsonl").open("a", buffering=1)
         except OSError as error:
             raise ValueError(f"run folder {folder} cannot be written: {error}") from None
         if rank == 0 and tensorboard:
-            self.writer = _open_tensorboard(folder / "tensorboard", resumed_step or -1)
+            self.writer = _open_tensorboard(folder / "tensorboard", last_kept + 1)
         self._recent: list[float] = []
         self.start_clock()
 
@@ -177,7 +173,7 @@ class RunLog:
         self._elsewhere, self._last_end = 0.0, time.perf_counter()
 
     def say(self, text: str) -> None:
-        """Write lines to this rank's log; rank 0 prints them as well."""
+        """Write lines to this rank's log; rank 0 prints them too."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self.text.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
         if self.rank == 0:
@@ -192,11 +188,7 @@ class RunLog:
         num_tokens: int,
         peak_memory: int,
     ) -> None:
-        """End a step: take its time, and on rank 0 print and record it.
-
-        Arguments are as in `StepRecord`; `num_tokens` are the step's tokens over all ranks. No
-        target means that the update was skipped.
-        """
+        """End a step of `num_tokens` over all ranks; rank 0 prints and records it."""
         now = time.perf_counter()
         seconds, self._last_end = now - self._last_end, now
         elsewhere, self._elsewhere = self._elsewhere, 0.0
@@ -207,23 +199,23 @@ class RunLog:
         if self.metrics is None:
             return
         rate = num_tokens / (seconds - elsewhere)
-        mfu, mfu_unknown = self._mfu(rate)
+        peak = peak_flops(self.device)
+        has_experts = losses.max_load > 0
         record = StepRecord(
             step=self.step,
             total_steps=self.total_steps,
             loss=losses.loss,
             balance_loss=losses.balance,
             z_loss=losses.z_loss,
-            max_load=losses.max_load if losses.max_load else None,
-            dead_experts=losses.dead_experts if losses.max_load else None,
-            load_entropy=losses.load_entropy if losses.max_load else None,
+            max_load=losses.max_load if has_experts else None,
+            dead_experts=losses.dead_experts if has_experts else None,
+            load_entropy=losses.load_entropy if has_experts else None,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
             tokens_seen=self.tokens_seen,
             tokens_per_second=rate,
             tokens_per_second_per_rank=rate / self.world_size,
-            mfu=mfu,
-            mfu_unknown=mfu_unknown,
+            mfu=rate * self.flops_per_token / (peak * self.world_size) if peak else None,
             peak_memory=peak_memory,
             step_seconds=seconds,
             seconds_elsewhere=elsewhere,
@@ -244,18 +236,8 @@ class RunLog:
     def elsewhere(self) -> Generator[None]:
         """Time spent inside counts as `seconds_elsewhere` of the step that ends next."""
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._elsewhere += time.perf_counter() - start
-
-    def _mfu(self, rate: float) -> tuple[float | None, str]:
-        peak = peak_flops(self.device)
-        if self.flops_per_token is None:
-            return None, "no FLOP count"
-        if peak is None:
-            return None, "CPU" if self.device.type == "cpu" else "GPU of unknown peak"
-        return rate * self.flops_per_token / (peak * self.world_size), ""
+        yield
+        self._elsewhere += time.perf_counter() - start
 
     def _record(self, record: dict[str, Any]) -> None:
         assert self.metrics is not None, "rank 0 records"
@@ -266,13 +248,14 @@ class RunLog:
 
 
 def write_run_facts(folder: Path, config: dict[str, object], world_size: int) -> None:
-    """Write `config.json` and `environment.json` (no variables: they may hold credentials)."""
+    """Write `config.json` and `environment.json`, without variables: they may hold credentials."""
     names = ("pith-apps", "numpy", "tokenizers", "safetensors", "triton")
+    versions = {found.name: found.version for found in distributions() if found.name in names}
     environment = {
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: _version_of(name) for name in names} | {"torch": torch.__version__},
+        "versions": versions | {"torch": torch.__version__},
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "num_cpus": os.cpu_count(),
@@ -286,13 +269,9 @@ def write_run_facts(folder: Path, config: dict[str, object], world_size: int) ->
 
 @contextmanager
 def held_run_folder(folder: Path) -> Generator[None]:
-    """Hold a run folder, made where it is missing, alone for the body.
+    """Hold a run folder, made where it is missing, alone for the body; else a ValueError.
 
-    The kernel lets go when the process ends, however it ends. Without file locks on the file system
-    nothing is held, and a warning says so.
-
-    Raises:
-        ValueError: another process holds it, or it cannot be written.
+    The kernel lets go when the process ends, however. A file system without locks gives a warning.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -323,7 +302,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has used: allocated on its GPU, or resident on a CPU."""
+    """Most memory this process has used, as in `StepRecord`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -332,30 +311,19 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def format_seconds(seconds: float) -> str:
     """`1:02:03`, with days in front when there are any."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"
+    return re.sub(" days?, ", "d ", str(timedelta(seconds=round(seconds))))
 
 
-def _truncate_metrics(folder: Path, last_step: int) -> None:
-    """Drop the records after `last_step`; the file is replaced in one go."""
-    path = folder / "metrics.jsonl"
-    if path.exists():
-        kept = [record for record in read_metrics(folder) if record["step"] <= last_step]
-        temporary = path.with_name("metrics.jsonl.tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        temporary.replace(path)
+def _truncate_metrics(folder: Path, last_step: int) -> list[dict[str, Any]]:
+    """Drop the records after `last_step` in one go; return the others."""
+    kept = [record for record in read_metrics(folder) if record["step"] <= last_step]
+    temporary = folder / "metrics.jsonl.tmp"
+    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    temporary.replace(folder / "metrics.jsonl")
+    return kept
 
 
-def _open_tensorboard(folder: Path, resumed_step: int) -> "SummaryWriter":
+def _open_tensorboard(folder: Path, purge_step: int) -> "SummaryWriter":
     from torch.utils.tensorboard import SummaryWriter  # `checks.py` asked whether it is there
 
-    return SummaryWriter(str(folder), purge_step=resumed_step + 1)
-
-
-def _version_of(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return SummaryWriter(str(folder), purge_step=purge_step)

@@ -1,7 +1,4 @@
-"""The parts of a run on one rank, and the gradients of one step.
-
-`build_trainer` turns a `RunConfig` into a model: layers are declared on the meta device, sharded
-into units, filled with initial weights and handed to the pipeline. One step's gradients are
+"""A run's model on one rank, and the gradients of a step.
 
     N      = targets of the global batch, counted once            count_targets
     W      <- all ranks' shards                                   unit.gather()
@@ -9,8 +6,8 @@ into units, filled with initial weights and handed to the pipeline. One step's g
     G      <- sum over ranks of dW                                unit.reduce()
     norm   = L2 of G over the whole mesh                          global_norm
 
-Nothing is rescaled afterwards. The trap: `unit.gather()` also zeroes the gradients, so gradients
-are read between `reduce` and the next `gather`, that of an evaluation included.
+The trap: `unit.gather()` also zeroes the gradients, so gradients are read between `reduce` and the
+next `gather`, that of an evaluation included.
 """
 
 import os
@@ -18,6 +15,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from pith_engine.contract import Batch
@@ -39,7 +37,7 @@ from pith_engine.runtime import (
 from pith_models.build import build_chunks
 from torch import Tensor
 
-from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, compute_dtype
+from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, torch_dtype
 from pith_apps.corpus import Corpus, prepare_standard_library
 from pith_apps.plan import chosen_attention, chosen_layers
 
@@ -51,13 +49,13 @@ class Trainer:
     mesh: Mesh
     """The ranks."""
     device: torch.device
-    """Where this rank computes."""
+    """Of this rank."""
     units: list[Unit]
-    """Parameters that are gathered and reduced together."""
+    """Parameters gathered and reduced together."""
     parameters: list[ShardedParameter]
-    """All parameters of the units, in order."""
+    """Those of the units, in order."""
     pipeline: Pipeline
-    """Runs micro-batches through the chunks."""
+    """Runs the chunks."""
 
     def gather(self) -> None:
         """Full parameters from all ranks' shards; gradients become zero."""
@@ -82,20 +80,16 @@ def joined_mesh(config: RunConfig) -> Generator[tuple[Mesh, torch.device]]:
         mesh = Mesh.create(config.mesh, timedelta(seconds=config.timeout))
         assert mesh is not None, "check_run refuses worlds that are larger than the mesh"
         connect_mesh(mesh, device)
-        _prepare_data(config, mesh)
+        if config.data.standard_library:
+            _prepare_standard_library(config.folders.training.parent, mesh)
         check_same_corpora(config, mesh)
         yield mesh, device
 
 
 def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Trainer:
-    """Build this rank's chunks with initial weights; collective calls happen only in steps."""
-    chunks = build_chunks(
-        config.model,
-        mesh,
-        chosen_layers(config),
-        attention_backend=chosen_attention(config),
-    )
-    dtype = compute_dtype(config)
+    """Build this rank's chunks with initial weights; only steps call collectives."""
+    attention, dtype = chosen_attention(config), torch_dtype(config.train.dtype)
+    chunks = build_chunks(config.model, mesh, chosen_layers(config), attention_backend=attention)
     units = shard_chunks(chunks, mesh, sharding=config.sharding, compute_dtype=dtype, device=device)
     parameters = sharded_parameters(units)
     initialise(parameters, config.train.seed)
@@ -112,11 +106,7 @@ def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Traine
 
 
 def check_same_corpora(config: RunConfig, mesh: Mesh) -> None:
-    """Refuse nodes that read different data; every rank of the mesh calls it.
-
-    Raises:
-        ValueError: names the ranks whose corpus is not that of rank 0.
-    """
+    """Refuse nodes that read different data, by rank; every rank of the mesh calls it."""
     folders = config.folders
     for folder in (folders.training, folders.held_out):
         digest = Corpus.open(folder, config.model.vocab_size).meta.sha256
@@ -129,15 +119,9 @@ def check_same_corpora(config: RunConfig, mesh: Mesh) -> None:
 
 
 def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> tuple[StepLosses, Tensor]:
-    """Losses of a step, and its gradients in every parameter's `grad`.
+    """Put the gradients of this rank's micro-batches of a step into every parameter's `grad`.
 
-    Args:
-        trainer: the model.
-        batches: this rank's micro-batches of the step.
-
-    Returns:
-        The losses over the global batch and the gradient norm before clipping, a float64 scalar;
-        the same on every rank.
+    Returns losses and gradient norm (float64, before clipping), the same on every rank.
     """
     num_targets = count_targets(batches, trainer.mesh)
     trainer.gather()
@@ -147,18 +131,9 @@ def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> tuple[StepLoss
     return losses, global_norm(trainer.parameters, trainer.mesh)
 
 
-def _prepare_data(config: RunConfig, mesh: Mesh) -> None:
-    """Make the standard library's corpora where they are missing.
-
-    Rank 0 works first; then the first rank of every node looks again, which finds nothing to do
-    where nodes share a file system.
-    """
-    root = config.folders.root
-    if root is None:
-        return
-    if mesh.rank == 0:
-        prepare_standard_library(root, vocab_size=STANDARD_LIBRARY_VOCABULARY)
-    barrier(mesh.world)
-    if read_launch(os.environ).local_rank == 0:
-        prepare_standard_library(root, vocab_size=STANDARD_LIBRARY_VOCABULARY)
-    barrier(mesh.world)
+def _prepare_standard_library(root: Path, mesh: Mesh) -> None:
+    """Rank 0 works first; a second look finds nothing to do where nodes share a file system."""
+    for is_first in (mesh.rank == 0, read_launch(os.environ).local_rank == 0):
+        if is_first:
+            prepare_standard_library(root, vocab_size=STANDARD_LIBRARY_VOCABULARY)
+        barrier(mesh.world)

@@ -1,7 +1,6 @@
 """The only list of model families: from a configuration to chunks, tensors and counts.
 
-"Which model is this" is answered by a `match` in this file and nowhere else. To add a family: write
-its file, add its configuration to `ModelConfig` and one arm to each `match`.
+To add a family: write its file, add its configuration to `ModelConfig` and an arm to each `match`.
 """
 
 from dataclasses import dataclass
@@ -23,27 +22,27 @@ from pith_models.qwen3_moe import (
 )
 
 ModelConfig: TypeAlias = Qwen3MoeConfig
-"""Any configuration that `build_chunks` accepts (a union once there are several families)."""
+"""A union once there are several families."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCounts:
-    """How many parameters a model has."""
+    """Parameters of a whole model."""
 
     total: int
-    """All parameters."""
+    """All."""
     active: int
-    """Parameters that one token meets: of a layer's experts only the top-k."""
+    """Those that one token meets: of a layer's experts only the top-k."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardFlops:
-    """Floating-point operations of the forward pass per token; the backward takes twice as many."""
+    """Floating-point operations of the forward pass per token; the embedding costs none."""
 
     layers: tuple[float, ...]
     """Per decoder layer, causal attention counted by half."""
     head: float
-    """Of the output projection; the embedding is a look-up and costs none."""
+    """Of the output projection."""
 
     @property
     def total(self) -> float:
@@ -58,10 +57,9 @@ def build_chunks(
     *,
     attention_backend: AttentionBackend,
 ) -> list[ModelChunk]:
-    """Build this rank's two chunks on the meta device: chunk r and chunk `2 * pp - 1 - r`.
+    """This rank's two chunks on the meta device, r and `2 * pp - 1 - r`; needs no process groups.
 
-    The mesh needs no process groups. A ValueError if a size is out of range, or layers or experts
-    do not fit the mesh.
+    A ValueError if a size is out of range, or layers or experts do not fit the mesh.
     """
     num_chunks, wrong = 2 * mesh.pp.size, config.violations()
     wrong += partition_violations(layers_per_chunk, mesh.pp.size, config.num_hidden_layers)
@@ -74,21 +72,20 @@ def build_chunks(
     raise_violations(wrong, "model")
     chunks: list[ModelChunk] = []
     for chunk in (mesh.pp.rank, num_chunks - 1 - mesh.pp.rank):
-        start = sum(layers_per_chunk[:chunk])
-        layers = range(start, start + layers_per_chunk[chunk])
+        start, is_last = sum(layers_per_chunk[:chunk]), chunk == num_chunks - 1
         match config:
             case Qwen3MoeConfig():
                 # Rank 0 holds the first chunk and the last: one tensor serves both.
-                tied = config.tie_word_embeddings and chunk == num_chunks - 1
+                tied = config.tie_word_embeddings and is_last
                 chunks.append(
                     Qwen3MoeChunk(
                         config,
-                        layers,
+                        range(start, start + layers_per_chunk[chunk]),
                         num_local_experts=config.num_experts // mesh.ep.size,
                         attention_backend=attention_backend,
                         cp=mesh.cp,
                         is_first=chunk == 0,
-                        is_last=chunk == num_chunks - 1,
+                        is_last=is_last,
                         tied_embedding=chunks[0].get_parameter("embedding") if tied else None,
                     )
                 )
@@ -96,14 +93,14 @@ def build_chunks(
 
 
 def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
-    """Every tensor of the whole model: canonical name, global shape, Hugging Face keys."""
+    """Every tensor of the whole model, in order."""
     match config:
         case Qwen3MoeConfig():
             return qwen3_moe_tensors(config)
 
 
 def model_config_from_hf(fields: dict) -> ModelConfig:
-    """Read a `config.json`; a ValueError names an architecture or field that is not implemented."""
+    """Read a `config.json`; a ValueError names a family or field that is not implemented."""
     match fields.get("model_type"):
         case "qwen3_moe":
             return Qwen3MoeConfig.from_hf(fields)
@@ -117,16 +114,14 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
     for tensor in canonical_tensors(config):
         size = prod(tensor.shape)
         total += size
-        active += (
-            size // config.num_experts * config.num_experts_per_tok
-            if tensor.is_expert_stack
-            else size
-        )
+        if tensor.is_expert_stack:
+            size = size // config.num_experts * config.num_experts_per_tok
+        active += size
     return ParameterCounts(total=total, active=active)
 
 
 def forward_flops(config: ModelConfig, sequence_length: int) -> ForwardFlops:
-    """Count the operations of a token's forward pass in a sequence of this length."""
+    """The operations of a token's forward pass in a sequence of this length."""
     match config:
         case Qwen3MoeConfig():
             layers = tuple(

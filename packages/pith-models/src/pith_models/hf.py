@@ -1,9 +1,8 @@
 """Hugging Face folders: read and written tensor by tensor, with a strict account of every key.
 
 A checkpoint of ours names *canonical* tensors ("layers.3.experts_gate_proj", `[E, I, H]`); a
-Hugging Face file holds one entry per expert. Everything here works on a model's list of
-`CanonicalTensor` facts and knows no family. Both directions go through `Mapping[str, Tensor]` whose
-values are made when asked for, so memory stays at one canonical tensor, plus one file when writing.
+Hugging Face file holds one entry per expert. Values are made when asked for, so memory stays at one
+canonical tensor, plus one file when writing.
 
 The trap is a silent partial load, which trains and evaluates plausibly: a key that is missing,
 unexpected or of another shape is an error that lists it, before any value is read.
@@ -12,7 +11,7 @@ unexpected or of another shape is an error that lists it, before any value is re
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -37,7 +36,7 @@ COMPANION_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files beside config and weights that belong to a model and are copied byte for byte."""
+"""Copied byte for byte."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ class CanonicalTensor:
     name: str
     """Canonical name, with the global layer number."""
     shape: tuple[int, ...]
-    """Global shape; the experts of a layer are stacked along dim 0."""
+    """Global shape."""
     keys: tuple[str, ...]
     """Hugging Face keys: one, or one per expert for a stack."""
     is_expert_stack: bool = False
-    """Whether the keys hold the slices along dim 0, one each, instead of the whole tensor."""
+    """Whether each key holds an expert's slice along dim 0 instead of the whole tensor."""
     copies: tuple[str, ...] = ()
-    """Keys of the same whole tensor that a folder may hold beside `keys`; never written."""
+    """Other keys under which a folder may hold the whole tensor again; never written."""
 
     @property
     def key_shape(self) -> tuple[int, ...]:
@@ -65,28 +64,11 @@ class CanonicalTensor:
         return tensor.unbind(0) if self.is_expert_stack else (tensor,)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeyAccount:
-    """What becomes of the keys of a Hugging Face folder that holds exactly the model's."""
-
-    num_loaded: int
-    """Keys that are read."""
-    dtype_changes: tuple[tuple[str, str, int], ...]
-    """`(from, to, number of keys)` for values converted while reading."""
-
-    def describe(self) -> str:
-        """The account in one line."""
-        changes = [f"{n} keys {old} -> {new}" for old, new, n in self.dtype_changes] or ["none"]
-        return (
-            f"keys: {self.num_loaded} loaded, 0 unexpected, 0 missing; "
-            f"dtype changes: {', '.join(changes)}"
-        )
-
-
 class HuggingFaceTensors(Mapping[str, Tensor]):
     """The canonical tensors of a Hugging Face folder, each read as `dtype` when asked for.
 
     A ValueError lists every missing, unexpected and misshapen key, or names a damaged file.
+    `account` says in one line what became of the keys.
     """
 
     def __init__(self, folder: Path, layout: Sequence[CanonicalTensor], dtype: torch.dtype):
@@ -96,10 +78,10 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         _check_keys(folder, layout, shapes)
         self._check_copies(folder, layout)
         new = str(dtype).removeprefix("torch.")
-        changes = Counter(old for old in dtypes.values() if old != new)
-        self.account = KeyAccount(
-            num_loaded=len(shapes),
-            dtype_changes=tuple((old, new, number) for old, number in sorted(changes.items())),
+        counts = sorted(Counter(old for old in dtypes.values() if old != new).items())
+        changes = ", ".join(f"{number} keys {old} -> {new}" for old, number in counts) or "none"
+        self.account = (
+            f"keys: {len(shapes)} loaded, 0 unexpected, 0 missing; dtype changes: {changes}"
         )
 
     def __getitem__(self, name: str) -> Tensor:
@@ -133,7 +115,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
 
 
 def read_hf_config(folder: Path) -> dict:
-    """Read `config.json` of a Hugging Face folder; a ValueError if it has no such object."""
+    """`config.json` of a Hugging Face folder; a ValueError if it has none."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a Hugging Face folder: it has no config.json")
@@ -150,15 +132,13 @@ def export_tensors(
     companions: Path | None = None,
     max_file_bytes: int = 4 * 2**30,
     replace: bool = False,
-    on_written: Callable[[int], object] | None = None,
 ) -> None:
     """Write a Hugging Face folder that transformers and vLLM open without an edit.
 
-    It is made as `out` + ".tmp" and renamed when complete. `tensors` are asked for one at a time in
-    the order of `layout`, whose names they must have; the dtype is added to `config_fields`;
-    `companions` is a folder whose tokenizer files and generation config are copied; a new file
-    starts before `max_file_bytes` is passed; `on_written` hears each canonical tensor's bytes.
-    A ValueError if `out` exists without `replace`, or the tensors are not those of the layout.
+    It gets its name when complete. `tensors` are asked for one at a time in the order of `layout`,
+    whose names they must have; the dtype is added to `config_fields`; `companions` is a folder
+    whose `COMPANION_FILES` are copied. A ValueError if `out` exists without `replace`, or the
+    tensors are not those of the layout.
     """
     if out.exists() and not replace:
         raise ValueError(f"{out} exists: choose another folder or remove it")
@@ -178,7 +158,7 @@ def export_tensors(
             shutil.copyfile(companions / name, temporary / name)
     fields = {**config_fields, "torch_dtype": str(dtype).removeprefix("torch.")}
     _write_json(temporary / "config.json", fields)
-    _write_files(tensors, layout, temporary, dtype, max_file_bytes, on_written)
+    _write_files(tensors, layout, temporary, dtype, max_file_bytes)
     if out.exists():
         replaced = out.with_name(out.name + ".replaced")
         out.rename(replaced)
@@ -191,7 +171,7 @@ def export_tensors(
 def _read_headers(
     folder: Path,
 ) -> tuple[dict[str, Path], dict[str, tuple[int, ...]], dict[str, str]]:
-    """Map every key of a folder to its file, shape and dtype, from the files' own headers."""
+    """Every key's file, shape and dtype, from the files' own headers."""
     index_path = folder / INDEX_FILE
     has_index = index_path.is_file()
     index = _read_json(index_path).get("weight_map") if has_index else {}
@@ -251,9 +231,7 @@ def _write_files(
     folder: Path,
     dtype: torch.dtype,
     max_file_bytes: int,
-    on_written: Callable[[int], object] | None,
 ) -> None:
-    """Write the weights in one file, or in several with their index."""
     weight_map = _plan_files(layout, dtype, max_file_bytes)
     pending: dict[str, Tensor] = {}
     name = weight_map[layout[0].keys[0]]
@@ -267,8 +245,6 @@ def _write_files(
                 save_file(pending, folder / name, metadata={"format": "pt"})
                 pending, name = {}, weight_map[key]
             pending[key] = view.to("cpu", dtype, copy=True).contiguous()
-        if on_written is not None:
-            on_written(prod(tensor.shape) * dtype.itemsize)
     save_file(pending, folder / name, metadata={"format": "pt"})
     if name != SINGLE_FILE:
         total = sum(prod(tensor.shape) for tensor in layout)
@@ -279,7 +255,7 @@ def _write_files(
 def _plan_files(
     layout: Sequence[CanonicalTensor], dtype: torch.dtype, max_file_bytes: int
 ) -> dict[str, str]:
-    """Spread the keys, in layout order, over files; key -> file name."""
+    """The file name of every key."""
     numbers: dict[str, int] = {}
     number, filled = 1, 0
     for tensor in layout:
@@ -308,10 +284,9 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _first(names: Sequence[str], limit: int = 10) -> str:
-    """The first few names and how many follow."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more if names else "none"
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more if names else "none"
 
 
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: the layers, the configuration and the Hugging Face key map of one model family.
+"""Qwen3-MoE: configuration, layers and Hugging Face key map.
 
 Formulas (Qwen3 technical report, arXiv 2505.09388; x is `[T, H]`, n_* are RMS norms):
 
@@ -10,7 +10,7 @@ Formulas (Qwen3 technical report, arXiv 2505.09388; x is `[T, H]`, n_* are RMS n
     layer       h + y;  a dense layer has one such MLP of width `intermediate_size` and no router
 
 T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are stored as
-one tensor `[E, 2 * I, H]`, gate rows first; checkpoints and Hugging Face files see two (`parts`).
+one tensor `[E, 2 * I, H]`, gate rows first; checkpoints see two (`parts`).
 The trap: `head_dim` need not be `hidden_size / num_attention_heads` (Qwen3-30B-A3B: 128, not 64).
 """
 
@@ -39,7 +39,7 @@ from pith_models.hf import CanonicalTensor
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig:
-    """Sizes and constants of a Qwen3-MoE model, under Hugging Face's field names."""
+    """A Qwen3-MoE model, under Hugging Face's field names."""
 
     vocab_size: int
     """Rows of the embedding and of the head; may exceed the tokenizer's vocabulary."""
@@ -79,13 +79,14 @@ class Qwen3MoeConfig:
     """Whether the head is the embedding: one parameter, whose gradient sums both uses."""
 
     def violations(self) -> list[str]:
-        """What is out of range or does not fit together, a line each."""
-        values = asdict(self)
-        faults = [
-            f"model.{field.name} = {values[field.name]}: must be at least 1"
-            for field in fields(self)
-            if field.type is int and values[field.name] < 1
-        ]
+        """What is out of range or does not fit, a line each."""
+        values, faults = asdict(self), []
+        for field in fields(self):
+            value = values[field.name]
+            if field.type is int and value < 1:
+                faults.append(f"model.{field.name} = {value}: must be at least 1")
+            if field.type is float and not 0 < value < inf:
+                faults.append(f"model.{field.name} = {value}: must be positive and finite")
         if self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads:
             faults.append(
                 f"model.num_attention_heads = {self.num_attention_heads}: must be a multiple of "
@@ -104,9 +105,6 @@ class Qwen3MoeConfig:
                 f"model.mlp_only_layers = {self.mlp_only_layers}: {outside} are not among layers "
                 f"0 to {self.num_hidden_layers - 1}"
             )
-        for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
-            if not 0 < values[name] < inf:
-                faults.append(f"model.{name} = {values[name]}: must be positive and finite")
         return faults
 
     def is_sparse(self, layer: int) -> bool:
@@ -118,7 +116,7 @@ class Qwen3MoeConfig:
         """Read the fields of a `config.json`, in the spelling of transformers 4 or 5.
 
         A ValueError names every key that is missing or unknown, or whose value has another type, is
-        out of range or not implemented here.
+        out of range or not implemented.
         """
         faults = [
             f"{key} = {hf_fields[key]!r}: only {allowed} is implemented"
@@ -141,7 +139,7 @@ class Qwen3MoeConfig:
         head_dim = hf_fields.get("head_dim")
         if head_dim is None:
             hidden, heads = hf_fields["hidden_size"], hf_fields["num_attention_heads"]
-            # Anything else is named below.
+            # `violations` names anything else.
             head_dim = hidden // heads if type(hidden) is type(heads) is int and heads > 0 else 2
         dense = hf_fields.get("mlp_only_layers") or ()
         config = Qwen3MoeConfig(
@@ -158,22 +156,17 @@ class Qwen3MoeConfig:
 
     def to_hf(self) -> dict:
         """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
-        values = asdict(self)
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             **_FIXED_HF_FIELDS,
-            **{key: values[key] for key in _PLAIN_HF_FIELDS},
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "num_experts": self.num_experts,
-            "head_dim": self.head_dim,
+            **asdict(self),
             "mlp_only_layers": list(self.mlp_only_layers),
-            "rope_theta": self.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
         }
 
 
 class Qwen3MoeAttention(nn.Module):
-    """Causal grouped-query attention with norms on q and k, its input norm and its residual."""
+    """Grouped-query attention with its input norm and residual."""
 
     def __init__(self, config: Qwen3MoeConfig, backend: AttentionBackend, cp: Axis):
         super().__init__()
@@ -209,7 +202,7 @@ class Qwen3MoeAttention(nn.Module):
 
 
 class Qwen3MoeSparseLayer(nn.Module):
-    """A decoder layer whose tokens go to K of the experts; implements `DecoderLayer`."""
+    """A `DecoderLayer` whose tokens go to K of the experts."""
 
     def __init__(
         self, config: Qwen3MoeConfig, num_local_experts: int, backend: AttentionBackend, cp: Axis
@@ -228,10 +221,9 @@ class Qwen3MoeSparseLayer(nn.Module):
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing]:
         """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, routing to `chosen` if given."""
-        residual = self.self_attention(hidden, batch)
-        tokens = rms_norm(residual, self.mlp_norm, self.config.rms_norm_eps)
+        config, residual = self.config, self.self_attention(hidden, batch)
+        tokens = rms_norm(residual, self.mlp_norm, config.rms_norm_eps)
         logits = router_logits(tokens, self.router)
-        config = self.config
         ids, weights, scores = softmax_topk(
             logits, config.num_experts_per_tok, config.norm_topk_prob, chosen=chosen
         )
@@ -252,7 +244,7 @@ class Qwen3MoeSparseLayer(nn.Module):
 
 
 class Qwen3MoeDenseLayer(nn.Module):
-    """A decoder layer with one MLP for every token; implements `DecoderLayer`."""
+    """A `DecoderLayer` with one MLP for every token."""
 
     num_local_experts = 0
 
@@ -286,9 +278,9 @@ class Qwen3MoeDenseLayer(nn.Module):
 
 
 class Qwen3MoeChunk(ModelChunk):
-    """Layers `layers` of the model, with the embedding if first and norm and head if last.
+    """`layers` of the model, with the embedding if first and norm and head if last.
 
-    The last chunk of a tied model is given the first one's `embedding`, which is on the same rank.
+    The last chunk of a tied model is given the first one's `embedding`.
     """
 
     def __init__(
@@ -334,7 +326,7 @@ class Qwen3MoeChunk(ModelChunk):
 
 
 def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
-    """Every canonical tensor of the whole model with its shape and Hugging Face keys, in order."""
+    """Every tensor of the whole model, in order."""
     V, H, D = config.vocab_size, config.hidden_size, config.head_dim
     q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
     E, I = config.num_experts, config.moe_intermediate_size
@@ -353,28 +345,23 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
             ("self_attention.o_proj", (H, q_width), "self_attn.o_proj"),
             ("mlp_norm", (H,), "post_attention_layernorm"),
         ]
+        stacks = {}
         if config.is_sparse(layer):
             plain.append(("router", (E, H), "mlp.gate"))
+            stacks = {"gate_proj": (E, I, H), "up_proj": (E, I, H), "down_proj": (E, H, I)}
         else:
             width = config.intermediate_size
-            plain.append(("mlp_gate_proj", (width, H), "mlp.gate_proj"))
-            plain.append(("mlp_up_proj", (width, H), "mlp.up_proj"))
-            plain.append(("mlp_down_proj", (H, width), "mlp.down_proj"))
+            shapes = {"gate_proj": (width, H), "up_proj": (width, H), "down_proj": (H, width)}
+            plain += [(f"mlp_{name}", shape, f"mlp.{name}") for name, shape in shapes.items()]
         tensors += [
             CanonicalTensor(f"{ours}.{name}", shape, (f"{theirs}.{key}.weight",))
             for name, shape, key in plain
         ]
-        if config.is_sparse(layer):
-            shapes = {"gate_proj": (E, I, H), "up_proj": (E, I, H), "down_proj": (E, H, I)}
-            tensors += [
-                CanonicalTensor(
-                    f"{ours}.experts_{name}",
-                    shape,
-                    tuple(f"{theirs}.mlp.experts.{e}.{name}.weight" for e in range(E)),
-                    is_expert_stack=True,
-                )
-                for name, shape in shapes.items()
-            ]
+        for name, shape in stacks.items():
+            keys = tuple(f"{theirs}.mlp.experts.{e}.{name}.weight" for e in range(E))
+            tensors.append(
+                CanonicalTensor(f"{ours}.experts_{name}", shape, keys, is_expert_stack=True)
+            )
     tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
     if not tied:
         tensors.append(CanonicalTensor("head", (V, H), (head,)))
@@ -382,7 +369,7 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
 
 
 def qwen3_moe_layer_flops(config: Qwen3MoeConfig, layer: int, sequence_length: int) -> float:
-    """Forward operations of one layer per token; causal attention is counted by half."""
+    """Forward operations of one layer per token, causal attention counted by half."""
     H, width = config.hidden_size, config.num_attention_heads * config.head_dim
     kv_width = config.num_key_value_heads * config.head_dim
     projections = 2 * H * (2 * width + 2 * kv_width)
@@ -394,17 +381,17 @@ def qwen3_moe_layer_flops(config: Qwen3MoeConfig, layer: int, sequence_length: i
 
 
 def _rope_theta(hf_fields: dict, faults: list[str]) -> float:
-    """Find the rotary base in either spelling; append a fault for anything but plain RoPE."""
-    thetas = {hf_fields["rope_theta"]} if hf_fields.get("rope_theta") is not None else set()
+    """The rotary base in either spelling; appends a fault for anything but plain RoPE."""
+    found = [hf_fields.get("rope_theta")]
     for key in ("rope_parameters", "rope_scaling"):
         nested = {k: v for k, v in (hf_fields.get(key) or {}).items() if v is not None}
-        kinds = {nested.pop(name) for name in ("rope_type", "type") if name in nested}
-        if "rope_theta" in nested:
-            thetas.add(nested.pop("rope_theta"))
-        if kinds - {"default"}:
+        found.append(nested.pop("rope_theta", None))
+        kinds = {nested.pop(name, "default") for name in ("rope_type", "type")} - {"default"}
+        if kinds:
             faults.append(f"{key}.rope_type = {sorted(kinds)}: only 'default' is implemented")
         elif nested:
             faults.append(f"{key}: {sorted(nested)} have no meaning with rope_type 'default'")
+    thetas = {theta for theta in found if theta is not None}
     if len(thetas) != 1:
         faults.append(
             f"rope_theta, rope_parameters.rope_theta: one value needed, found {sorted(thetas)}"
@@ -432,9 +419,7 @@ _FIXED_HF_FIELDS = {
     "attention_dropout": 0.0,
     "use_sliding_window": False,
 }
-# Without effect on the forward pass; `sliding_window` and `max_window_layers` only act together
-# with `use_sliding_window`, which must be false. `output_router_logits` and its coefficient say
-# how transformers' own training loss is made.
+# Without effect on the forward pass; the windows need `use_sliding_window`, which must be false.
 _NEUTRAL_HF_FIELDS = (
     "architectures",
     "bos_token_id",
