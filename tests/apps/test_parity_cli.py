@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pith_apps.cli import main
+from pith_apps.parity import FULL_GRID, VARIATIONS
 
 RECIPE = """
 from dataclasses import replace
@@ -55,6 +56,26 @@ def test_exit_code(tmp_path: Path, source: str, code: int, verdict: str) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.py"]
 
 
+@pytest.mark.slow
+def test_the_full_grid_as_a_command(tmp_path: Path) -> None:
+    """The mesh of eight processes too, with every variation."""
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    variations = ",".join(VARIATIONS)
+    command = [sys.executable, "-m", "pith_apps.cli", "parity", "recipe.py"]
+    done = subprocess.run(
+        [*command, "--grid", "full", "--with", variations],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if " bit-equal " in line]
+    assert [row[0] for row in rows] == list(FULL_GRID)
+    assert all("agrees" in row for row in rows)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -64,6 +85,11 @@ def test_exit_code(tmp_path: Path, source: str, code: int, verdict: str) -> None
         (["--train.device", "cuda"], "this machine shows 0 GPU(s)"),
         (["--train.device", "cpu", "--train.attention", "cudnn"], "train.attention is 'cudnn'"),
         (["--mesh.ep", "2"], "--mesh.ep: parity sets these; give --meshes and --dtype"),
+        (["--grid", "full", "--meshes", "ep2"], "--meshes beside --grid full: give one"),
+        (["--with", "packed,cp"], "--with cp: allowed are packed, padding, aux"),
+        (["--meshes", "hsdp-ep2"], "mesh 'hsdp-ep2': hsdp replicates over dp"),
+        (["--meshes", "ep3"], "ep3: mesh.ep = 3"),
+        (["--meshes", "cp2", "--train.sequence-length", "30"], "cp2: mesh.cp = 2"),
         (["--train.dtype=fp32"], "--train.dtype: parity sets these"),
         (["--layers-per-chunk", "1", "3"], "--layers-per-chunk: parity sets these"),
     ],
