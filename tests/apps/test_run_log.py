@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pith_apps.pretrain import load_warning
 from pith_apps.run_log import (
     RunLog,
     StepRecord,
@@ -230,3 +231,10 @@ def test_a_file_system_without_locks_is_no_refusal(
     monkeypatch.setattr("pith_apps.run_log.flock", no_locks)
     with pytest.warns(UserWarning, match="not protected"), held_run_folder(tmp_path):
         pass
+
+
+def test_a_collapsed_router_is_warned_of_and_an_even_one_is_not():
+    assert "one expert gets 75% of its layer's tokens" in load_warning(3.0, 2, 8)
+    assert load_warning(1.9, 2, 8) == ""
+    assert load_warning(1.0, 5, 8) == ""  # 62% of the tokens each is even
+    assert load_warning(0.0, 0, 0) == ""

@@ -170,6 +170,18 @@ def _train_step(
         # Read last: on a GPU its arrival means that the optimizer's kernels are done.
         peak_memory=int(all_reduce(peak, mesh.world, op="max").item()),
     )
+    model = config.model
+    warning = load_warning(losses.max_load, model.num_experts_per_tok, model.num_experts)
+    if warning and _is_due(step, config.evaluation.interval, config.train.steps):
+        log.say(warning)
+
+
+def load_warning(max_load: float, top_k: int, num_experts: int) -> str:
+    """What to say of a layer in which one expert gets most tokens, and twice its even share."""
+    share = max_load * top_k / max(num_experts, 1)
+    if share <= 0.5 or max_load <= 2:
+        return ""
+    return f"warning: one expert gets {share:.0%} of its layer's tokens; see --balance.method"
 
 
 def _is_due(step: int, interval: int, last: int) -> bool:
