@@ -116,8 +116,13 @@ def check_resume(config: RunConfig) -> None:
         return
     from pith_engine.checkpoint import read_manifest
 
-    found = fixed_changes(config, newest, FIXED_FIELDS)
-    folders, saved = config.folders, read_manifest(newest).run.get("corpus")
+    found, manifest = fixed_changes(config, newest, FIXED_FIELDS), read_manifest(newest)
+    if manifest.step > config.train.steps:
+        found.append(
+            f"train.steps is {config.train.steps}: nothing is left to train, the run has "
+            f"{manifest.step} steps; set --train.steps {manifest.step} or more"
+        )
+    folders, saved = config.folders, manifest.run.get("corpus")
     if saved is not None and folders.training.exists():
         corpus = Corpus.open(folders.training, config.model.vocab_size)
         if corpus.meta.sha256 != saved:
@@ -127,6 +132,19 @@ def check_resume(config: RunConfig) -> None:
         f"run {config.name!r} cannot resume {newest}; go back to the values of the checkpoint, or "
         "start another run with --name",
     )
+
+
+def check_tokenizer(config: RunConfig, checkpoint: Path) -> None:
+    """Refuse another tokenizer than the one that a checkpoint was trained with, or none."""
+    from pith_engine.checkpoint import read_manifest
+
+    found, digest = _tokenizer_hash(config.tokenizer_folder)
+    if digest and read_manifest(checkpoint).run.get("tokenizer", digest) != digest:
+        found.append(
+            f"data.tokenizer is {str(config.tokenizer_folder)!r}: {checkpoint} was trained with "
+            "another tokenizer; give the --data options that the run had"
+        )
+    raise_violations(found, f"run {config.name!r}")
 
 
 def fixed_changes(config: RunConfig, checkpoint: Path, fixed: tuple[str, ...]) -> list[str]:
@@ -309,20 +327,34 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
         folders = config.folders
     except ValueError as error:
         return [*found, str(error)]
-    for name, folder in (("training", folders.training), ("held_out", folders.held_out)):
-        if folder.exists() or not data.standard_library:
-            found += _corpus_violations(config, f"data.{name}", folder, vocab_size)
+    corpora = [("data.training", folders.training), ("data.held_out", folders.held_out)]
+    if data.standard_library:
+        corpora = [(path, folder) for path, folder in corpora if folder.exists()]
+    faults, tokenizer = _tokenizer_hash(folders.tokenizer) if corpora else ([], None)
+    found += faults
+    for path, folder in corpora:
+        found += _corpus_violations(config, path, folder, vocab_size, tokenizer)
     return found
 
 
-def _corpus_violations(config: RunConfig, path: str, folder: Path, vocab_size: int) -> list[str]:
+def _tokenizer_hash(folder: Path) -> tuple[list[str], str | None]:
+    """What is wrong with `data.tokenizer`, and its hash if nothing is."""
+    try:
+        return [], tokenizer_hash(folder)
+    except OSError:
+        fix = "allowed is a folder with a tokenizer.json; give the one the corpora were made with"
+        return [f"data.tokenizer is {str(folder)!r}: {fix}"], None
+
+
+def _corpus_violations(
+    config: RunConfig, path: str, folder: Path, vocab_size: int, tokenizer: str | None
+) -> list[str]:
     here, found = f"{path} is {str(folder)!r}", []
     try:
         meta = Corpus.open(folder, vocab_size).meta
-        tokenizer = tokenizer_hash(config.folders.tokenizer)
     except (ValueError, OSError) as error:
         return [f"{here}: {error}"]
-    if meta.tokenizer_sha256 != tokenizer:
+    if tokenizer and meta.tokenizer_sha256 != tokenizer:
         found.append(
             f"{here}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
             f"{str(config.folders.tokenizer)!r} is another tokenizer; give the one it was made with"

@@ -98,8 +98,10 @@ class Corpus:
         """
         try:
             meta = CorpusMeta(**json.loads((folder / "meta.json").read_text()))
-        except FileNotFoundError:
-            raise ValueError(f"corpus {folder}: no meta.json; `pith tokenize` makes one") from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise ValueError(
+                f"corpus {folder}: no folder with a meta.json; `pith tokenize` makes one of text"
+            ) from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"corpus {folder}: meta.json is not one of ours: {error}") from None
         if meta.max_id >= vocab_size:
@@ -340,8 +342,12 @@ def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
     files, faults = [], []
     for path in inputs:
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
+            below = sorted(p for p in path.rglob("*") if p.is_file())
+            found = [p for p in below if p.suffix in TEXT_SUFFIXES]
             files += found
+            others = [p.suffix or "no suffix" for p in below if p.suffix not in TEXT_SUFFIXES]
+            if others:
+                print(f"{path}: skipped {len(others)} file(s) of {', '.join(sorted({*others}))}")
             if not found:
                 faults.append(f"{path}: no {', '.join(TEXT_SUFFIXES)} file below it")
         elif not path.is_file():

@@ -152,6 +152,8 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
         yield
     except (Exception, KeyboardInterrupt) as error:
         text = "".join(traceback.format_exception(error))
+        if isinstance(error, KeyboardInterrupt):
+            text = "interrupted"
         try:
             # One write: lines of ranks that fail together do not mix.
             sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
