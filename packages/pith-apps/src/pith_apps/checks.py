@@ -120,7 +120,7 @@ def check_resume(config: RunConfig) -> None:
     if manifest.step > config.train.steps:
         found.append(
             f"train.steps is {config.train.steps}: nothing is left to train, the run has "
-            f"{manifest.step} steps; set --train.steps {manifest.step} or more"
+            f"{manifest.step} steps; set more"
         )
     folders, saved = config.folders, manifest.run.get("corpus")
     if saved is not None and folders.training.exists():
@@ -132,19 +132,6 @@ def check_resume(config: RunConfig) -> None:
         f"run {config.name!r} cannot resume {newest}; go back to the values of the checkpoint, or "
         "start another run with --name",
     )
-
-
-def check_tokenizer(config: RunConfig, checkpoint: Path) -> None:
-    """Refuse another tokenizer than the one that a checkpoint was trained with, or none."""
-    from pith_engine.checkpoint import read_manifest
-
-    found, digest = _tokenizer_hash(config.tokenizer_folder)
-    if digest and read_manifest(checkpoint).run.get("tokenizer", digest) != digest:
-        found.append(
-            f"data.tokenizer is {str(config.tokenizer_folder)!r}: {checkpoint} was trained with "
-            "another tokenizer; give the --data options that the run had"
-        )
-    raise_violations(found, f"run {config.name!r}")
 
 
 def fixed_changes(config: RunConfig, checkpoint: Path, fixed: tuple[str, ...]) -> list[str]:
@@ -330,20 +317,14 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
     corpora = [("data.training", folders.training), ("data.held_out", folders.held_out)]
     if data.standard_library:
         corpora = [(path, folder) for path, folder in corpora if folder.exists()]
-    faults, tokenizer = _tokenizer_hash(folders.tokenizer) if corpora else ([], None)
-    found += faults
+    tokenizer = None
+    try:
+        tokenizer = tokenizer_hash(folders.tokenizer) if corpora else None
+    except ValueError as error:
+        found.append(f"data.tokenizer is {str(folders.tokenizer)!r}: {error}")
     for path, folder in corpora:
         found += _corpus_violations(config, path, folder, vocab_size, tokenizer)
     return found
-
-
-def _tokenizer_hash(folder: Path) -> tuple[list[str], str | None]:
-    """What is wrong with `data.tokenizer`, and its hash if nothing is."""
-    try:
-        return [], tokenizer_hash(folder)
-    except OSError:
-        fix = "allowed is a folder with a tokenizer.json; give the one the corpora were made with"
-        return [f"data.tokenizer is {str(folder)!r}: {fix}"], None
 
 
 def _corpus_violations(

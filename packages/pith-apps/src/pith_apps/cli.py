@@ -39,7 +39,7 @@ usage: pith VERB ...
 
 RECIPE is demo, qwen3-30b-a3b, qwen3-30b-a3b-tiny or the path of a Python file with one function
 that returns a RunConfig. `pith VERB RECIPE --help` lists the options: `--train.steps 4` sets the
-field `steps` of the recipe's `train`. `pith --version` prints the version.
+field `steps` of the recipe's `train`.
 """
 VERBS = ("tokenize", "pretrain", "evaluate", "convert", "parity")
 LAUNCHER_VARIABLE = "PITH_LAUNCHER"
@@ -102,8 +102,7 @@ def _follow_launcher() -> None:
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is None:
         return
-    # The launcher says what an interrupt ended.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher reports it
     if sys.platform != "linux":
         return
     # PR_SET_PDEATHSIG is 1 in linux/prctl.h.
@@ -155,17 +154,15 @@ def _tokenize(rest: list[str]) -> int:
 
 def _export(rest: list[str]) -> int:
     from pith_apps.arguments import ExportArguments
-    from pith_apps.checks import check_tokenizer, check_values, required_checkpoint
+    from pith_apps.checks import check_values, required_checkpoint
     from pith_apps.config import torch_dtype
     from pith_apps.convert import export_checkpoint
 
     arguments = _parse_recipe("convert export", rest, ExportArguments)
     config = arguments.config
     check_values(config)
-    checkpoint = required_checkpoint(config)
-    check_tokenizer(config, checkpoint)
     export_checkpoint(
-        checkpoint,
+        required_checkpoint(config),
         arguments.output or config.export_folder,
         config.model,
         dtype=torch_dtype(arguments.dtype or config.train.dtype),
@@ -215,8 +212,7 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
     )
     with held_run_folder(config.run_folder) if is_writer else nullcontext():
         if is_writer and config.data.standard_library and not config.folders.held_out.exists():
-            place = config.folders.held_out.parent
-            print(f"tokenising the standard library into {place} (once, ~20 s)", flush=True)
+            print("tokenising the standard library (once, about 20 s)", flush=True)
         if not is_rank(os.environ) and machine.world_size > 1:
             return _launch(machine.world_size, [verb, *rest])
         if verb == "evaluate":

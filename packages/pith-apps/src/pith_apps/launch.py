@@ -71,7 +71,7 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
         number = error.sigval if isinstance(error, SignalException) else signal.SIGINT
         text = f"pith: stopped by {signal.Signals(number).name}"
         if arguments[0] == "pretrain":
-            text += "; the same command resumes at the newest complete checkpoint, if there is one"
+            text += "; the same command resumes at the newest complete checkpoint, if any"
         print(text, file=sys.stderr)
         return 128 + number
     return 0

@@ -243,9 +243,9 @@ def _model_violations(config: MeshConfig, model: tuple[int, int, int, int]) -> l
     if num_micro_batches % step or num_micro_batches < least:
         nearest = max(least, -(-num_micro_batches // step) * step)
         wrong.append(
-            f"train.batch / train.micro_batch = {num_micro_batches}: allowed over dp {config.dp} x "
-            f"ep {config.ep} are multiples of {step} from {least} (2 x pp = {2 * config.pp} a "
-            f"rank); set --train.batch {nearest}, times train.micro_batch"
+            f"train.batch / train.micro_batch = {num_micro_batches}: allowed are multiples of dp x "
+            f"ep = {step} from 2 x pp times that, {least}; set --train.batch {nearest}, times "
+            "train.micro_batch"
         )
     return wrong
 
