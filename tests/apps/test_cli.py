@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,31 @@ def test_no_arguments_print_the_usage(capsys):
     assert "pith pretrain RECIPE" in capsys.readouterr().err
 
 
+def test_help_of_a_verb_needs_no_recipe(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{version('pith-apps')}\n"
+    for verb in ("pretrain", "evaluate", "convert export", "convert import", "parity"):
+        for flag in ("--help", "-h"):
+            assert main([*verb.split(), flag]) == 0
+            lines = capsys.readouterr().out.splitlines()
+            assert lines[1].startswith(f"  pith {verb} RECIPE")
+            assert [line.startswith("  pith ") for line in lines].count(True) == 1
+            assert lines[-1].startswith("`--help` after RECIPE")
+    assert main(["convert", "--help"]) == 0
+    assert capsys.readouterr().out.count("  pith convert ") == 2
+    assert main(["convert", "exprt", "--help"]) == 2
+
+
+def test_an_interrupt_before_ranks_is_one_line(capsys, monkeypatch, tmp_path):
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pith_apps.recipes.load.load_recipe", interrupted)
+    assert main(["pretrain", "demo"]) == 130
+    assert capsys.readouterr().err == "pith pretrain: interrupted\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -54,6 +80,7 @@ def test_no_arguments_print_the_usage(capsys):
         (["pretrain", "demo", "--train.steps", "four"], ["--train.steps", "four"]),
         (["pretrain", "demo", "--train.device", "tpu"], ["--train.device", "cpu", "cuda"]),
         (["pretrain", "demo", "--mesh.ep", "0"], ["mesh.ep = 0"]),
+        (["pretrain", "demo", "--lr.schedule", "constant"], ["set --lr.final-ratio None or"]),
         (
             ["pretrain", "demo", "--train.steps", "4", "--train.steps=5"],
             ["given more than once: --train.steps"],

@@ -116,8 +116,8 @@ def test_too_few_micro_batches_name_the_minimum(run, num_micro_batches):
         train=replace(run.train, batch=num_micro_batches),
     )
     (found,) = violations(run, machine(4))
-    assert f"{num_micro_batches} micro-batches" in found
-    assert "at least 8" in found
+    assert found.startswith(f"train.batch / train.micro_batch = {num_micro_batches}: ")
+    assert "set --train.batch 8, times train.micro_batch" in found
 
 
 def test_layers_and_batches_that_cannot_be_divided(run):
@@ -162,6 +162,16 @@ def test_the_tokenizer_must_be_the_corpus_one(run, corpora, tmp_path):
     found = violations(other, machine())
     assert len(found) == 2
     assert all("is another tokenizer" in text for text in found)
+    for wrong in (tmp_path / "none", corpora / "tokenizer" / "tokenizer.json"):
+        data = replace(run.data, tokenizer=wrong)
+        (found,) = violations(replace(run, data=data), machine())
+        expected = f"data.tokenizer is {str(wrong)!r}: {wrong} is no folder with a tokenizer.json"
+        assert found.startswith(expected)
+        data = replace(data, training=tmp_path / "none", held_out=corpora / "long.txt")
+        found = violations(replace(run, data=data), machine())
+        assert found[0].startswith(expected)
+        assert [text.split()[0] for text in found[1:]] == ["data.training", "data.held_out"]
+        assert all("give a folder that `pith tokenize` wrote" in text for text in found[1:])
 
 
 def test_run_folders_that_cannot_be_written(run, tmp_path):

@@ -1,6 +1,7 @@
 """Hugging Face folder -> checkpoint -> any mesh -> checkpoint -> Hugging Face folder."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from mesh_round_trip import build_on, load_and_save
 from pith_apps.checks import changed_fields
 from pith_apps.config import config_record
 from pith_apps.convert import export_checkpoint, import_checkpoint
+from pith_apps.corpus import tokenizer_hash
 from pith_apps.recipes.demo import demo
 from pith_engine.checkpoint import find_checkpoint, read_manifest, save_checkpoint, tensor_names
 from pith_engine.contract import Batch, Role, plain_hidden
@@ -105,6 +107,28 @@ def test_tokenizer_folder_gives_the_end_of_text(source: Path, tmp_path: Path):
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 1
     assert AutoTokenizer.from_pretrained(out).eos_token == "</s>"
     assert AutoModelForCausalLM.from_pretrained(out).config.eos_token_id == 1
+
+
+def test_another_tokenizer_than_the_run_had_is_refused(source: Path, tmp_path: Path):
+    config = config_of(source)
+    saved = import_checkpoint(source, tmp_path / "imported", config)
+    manifest = json.loads((saved / "manifest.json").read_text())
+    manifest["run"]["tokenizer"] = tokenizer_hash(source)
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    out, other = tmp_path / "out", tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(ValueError, match="other is no folder with a tokenizer"):
+        export_checkpoint(saved, out, config, dtype=torch.bfloat16, companions=other)
+    (other / "tokenizer.json").write_text((source / "tokenizer.json").read_text() + " ")
+    with pytest.raises(ValueError, match="other is not the one of the run"):
+        export_checkpoint(saved, out, config, dtype=torch.bfloat16, companions=other)
+    assert not out.exists()
+    mask = os.umask(0o027)
+    try:
+        export_checkpoint(saved, out, config, dtype=torch.bfloat16, companions=source)
+    finally:
+        os.umask(mask)
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o640}
 
 
 def test_import_says_what_became_of_every_key(source: Path, tmp_path: Path, capsys):

@@ -80,14 +80,20 @@ def test_documents_come_back_and_workers_change_nothing(
         assert opened.decode(ids, skip_special_tokens=False) == text
 
 
-def test_folder_input_is_every_text_file_below_it_in_order(tmp_path: Path, tokenizer: Path) -> None:
+def test_folder_input_is_every_text_file_below_it_in_order(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "in" / "b.txt").write_text("bbb")
     (tmp_path / "in" / "deep" / "a.py").write_text("aaa")
-    (tmp_path / "in" / "image.png").write_bytes(b"\x89")
+    for name in ("image.png", "b.md", "deep/a.md", "README"):
+        (tmp_path / "in" / name).write_bytes(b"\x89")
     meta = tokenize_files([tmp_path / "in"], tokenizer, tmp_path / "out")
+    skipped = f"{tmp_path / 'in'}: skipped 4 file(s) of .md, .png, no suffix\n"
+    assert capsys.readouterr().out == skipped
     files = [tmp_path / "in" / "b.txt", tmp_path / "in" / "deep" / "a.py"]
     assert meta == tokenize_files(files, tokenizer, tmp_path / "same")
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, "uint16"), (151_936, "uint32")])

@@ -165,6 +165,11 @@ def test_what_decides_the_numbers_may_not_change_on_resume(folder, monkeypatch, 
     assert "train.batch: 8 -> 16" in error
     assert "weight_decay" not in error
     assert "--name" in error
+    before = Path("runs", "whole", "config.json").read_text()
+    assert main(["pretrain", *TINY, "--train.steps", "4", "--name", "whole"]) == 2
+    fewer = "train.steps is 4: nothing is left to train, the run has 6 steps"
+    assert fewer in capsys.readouterr().err
+    assert Path("runs", "whole", "config.json").read_text() == before
     output = pith(folder, "pretrain", *SIX, "--name", "whole", "--optim.weight-decay", "0")
     assert "resumed at step 6 of 6" in output
     assert "changed since that checkpoint: optim.weight_decay: 0.1 -> 0.0" in output
@@ -210,6 +215,13 @@ def test_evaluate_repeats_the_last_held_out_loss(folder):
         if record.get("step") == 6 and "held_out_loss" in record
     )
     assert f"held-out loss {recorded:.6f} after step 6" in output
+    assert "note:" not in output
+    standard = folder / "runs" / "standard-library"
+    data = ["--data.no-standard-library", "--data.tokenizer", str(standard / "tokenizer")]
+    for name in ("training", "held-out"):
+        data += [f"--data.{name}", str(standard / "training")]
+    output = pith(folder, "evaluate", *SIX, "--name", "whole", *data)
+    assert f"\nnote: not the data options of the run: data.held_out: None -> {standard}" in output
 
 
 def test_frequencies_that_a_checkpoint_does_not_hold_are_missed(folder):

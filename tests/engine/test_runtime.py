@@ -304,6 +304,14 @@ def test_a_rank_that_raises_ends_the_job_and_a_thread_does_not(tmp_path):
     assert "the cause" not in logs[0] + logs[2]
 
 
+def test_an_interrupted_rank_says_so_in_one_line():
+    script = "from pith_engine.runtime import fail_fast\nwith fail_fast(2): raise KeyboardInterrupt"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=170
+    )
+    assert (ended.returncode, ended.stderr) == (130, "[rank 2] interrupted\n")
+
+
 BROKEN_PIPE = """
 import os, sys
 from pith_engine.runtime import fail_fast

@@ -116,8 +116,13 @@ def check_resume(config: RunConfig) -> None:
         return
     from pith_engine.checkpoint import read_manifest
 
-    found = fixed_changes(config, newest, FIXED_FIELDS)
-    folders, saved = config.folders, read_manifest(newest).run.get("corpus")
+    found, manifest = fixed_changes(config, newest, FIXED_FIELDS), read_manifest(newest)
+    if manifest.step > config.train.steps:
+        found.append(
+            f"train.steps is {config.train.steps}: nothing is left to train, the run has "
+            f"{manifest.step} steps; set more"
+        )
+    folders, saved = config.folders, manifest.run.get("corpus")
     if saved is not None and folders.training.exists():
         corpus = Corpus.open(folders.training, config.model.vocab_size)
         if corpus.meta.sha256 != saved:
@@ -309,20 +314,28 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
         folders = config.folders
     except ValueError as error:
         return [*found, str(error)]
-    for name, folder in (("training", folders.training), ("held_out", folders.held_out)):
-        if folder.exists() or not data.standard_library:
-            found += _corpus_violations(config, f"data.{name}", folder, vocab_size)
+    corpora = [("data.training", folders.training), ("data.held_out", folders.held_out)]
+    if data.standard_library:
+        corpora = [(path, folder) for path, folder in corpora if folder.exists()]
+    tokenizer = None
+    try:
+        tokenizer = tokenizer_hash(folders.tokenizer) if corpora else None
+    except ValueError as error:
+        found.append(f"data.tokenizer is {str(folders.tokenizer)!r}: {error}")
+    for path, folder in corpora:
+        found += _corpus_violations(config, path, folder, vocab_size, tokenizer)
     return found
 
 
-def _corpus_violations(config: RunConfig, path: str, folder: Path, vocab_size: int) -> list[str]:
+def _corpus_violations(
+    config: RunConfig, path: str, folder: Path, vocab_size: int, tokenizer: str | None
+) -> list[str]:
     here, found = f"{path} is {str(folder)!r}", []
     try:
         meta = Corpus.open(folder, vocab_size).meta
-        tokenizer = tokenizer_hash(config.folders.tokenizer)
     except (ValueError, OSError) as error:
         return [f"{here}: {error}"]
-    if meta.tokenizer_sha256 != tokenizer:
+    if tokenizer and meta.tokenizer_sha256 != tokenizer:
         found.append(
             f"{here}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
             f"{str(config.folders.tokenizer)!r} is another tokenizer; give the one it was made with"

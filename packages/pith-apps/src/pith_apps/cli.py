@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,8 +38,8 @@ usage: pith VERB ...
   pith parity RECIPE         loss and gradients of many meshes against one process
 
 RECIPE is demo, qwen3-30b-a3b, qwen3-30b-a3b-tiny or the path of a Python file with one function
-that returns a RunConfig. `pith VERB --help` and `pith VERB RECIPE --help` list the options:
-`--train.steps 4` sets the field `steps` of the recipe's `train`.
+that returns a RunConfig. `pith VERB RECIPE --help` lists the options: `--train.steps 4` sets the
+field `steps` of the recipe's `train`.
 """
 VERBS = ("tokenize", "pretrain", "evaluate", "convert", "parity")
 LAUNCHER_VARIABLE = "PITH_LAUNCHER"
@@ -73,18 +74,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case ["-h" | "--help"]:
             print(USAGE, end="")
             return 0
+        case ["--version"]:
+            print(version("pith-apps"))
+            return 0
+        case [*words, "-h" | "--help"] if lines := _usage_lines(" ".join(words)):
+            print(f"usage:\n{lines}\n\n`--help` after RECIPE, such as demo, lists the options")
+            return 0
         case [verb, *rest]:
             try:
                 return _run_verb(verb, rest)
             except ValueError as error:
                 print(f"pith {verb}: {error}", file=sys.stderr)
+            except KeyboardInterrupt:
+                print(f"pith {verb}: interrupted", file=sys.stderr)
+                return 130
     return 2
+
+
+def _usage_lines(words: str) -> str:
+    """What `USAGE` says of a verb that takes a recipe."""
+    pattern = rf"^  pith {re.escape(words)}\b.* RECIPE\b.*(?:\n {{6,}}.*)?$"
+    return "\n".join(re.findall(pattern, USAGE, re.MULTILINE))
 
 
 def _follow_launcher() -> None:
     """Let the kernel end this worker when its launcher ends, however it ends (Linux)."""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
-    if launcher is None or sys.platform != "linux":
+    if launcher is None:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher reports it
+    if sys.platform != "linux":
         return
     # PR_SET_PDEATHSIG is 1 in linux/prctl.h.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -192,6 +211,8 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
         and read_launch(os.environ).rank == 0
     )
     with held_run_folder(config.run_folder) if is_writer else nullcontext():
+        if is_writer and config.data.standard_library and not config.folders.held_out.exists():
+            print("tokenising the standard library (once, about 20 s)", flush=True)
         if not is_rank(os.environ) and machine.world_size > 1:
             return _launch(machine.world_size, [verb, *rest])
         if verb == "evaluate":

@@ -27,7 +27,7 @@ from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
 
-from pith_apps.corpus import named_eos_token, open_tokenizer
+from pith_apps.corpus import named_eos_token, open_tokenizer, tokenizer_hash
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -61,9 +61,14 @@ def export_checkpoint(
 
     `companions` is a tokenizer folder or the Hugging Face folder that the model came from, whose
     companion files and fields are taken over. A ValueError refuses an incomplete or damaged
-    checkpoint, other tensors than those of `config`, or an `out` that exists without `replace`.
+    checkpoint, other tensors than those of `config`, another tokenizer, or an `out` that exists
+    without `replace`.
     """
-    verify_checkpoint(checkpoint, Mesh.single())
+    manifest = verify_checkpoint(checkpoint, Mesh.single())
+    if companions is not None:
+        digest = tokenizer_hash(companions)
+        if manifest.run.get("tokenizer", digest) != digest:
+            raise ValueError(f"tokenizer {companions} is not the one of the run: name that")
     layout = canonical_tensors(config)
     total = parameter_counts(config).total
     with _progress("export", total) as bar:

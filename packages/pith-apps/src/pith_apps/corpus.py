@@ -98,8 +98,10 @@ class Corpus:
         """
         try:
             meta = CorpusMeta(**json.loads((folder / "meta.json").read_text()))
-        except FileNotFoundError:
-            raise ValueError(f"corpus {folder}: no meta.json; `pith tokenize` makes one") from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise ValueError(
+                f"corpus {folder}: no meta.json; give a folder that `pith tokenize` wrote"
+            ) from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"corpus {folder}: meta.json is not one of ours: {error}") from None
         if meta.max_id >= vocab_size:
@@ -292,8 +294,11 @@ def named_eos_token(folder: Path) -> str | None:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """SHA-256 of a tokenizer folder's `tokenizer.json`."""
-    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    """SHA-256 of a tokenizer folder's `tokenizer.json`; a ValueError if there is none."""
+    try:
+        return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    except OSError:
+        raise ValueError(f"{folder} is no folder with a tokenizer.json; name one") from None
 
 
 def unigram_entropy(tokens: numpy.ndarray) -> float:
@@ -340,8 +345,13 @@ def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
     files, faults = [], []
     for path in inputs:
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
+            below = sorted(p for p in path.rglob("*") if p.is_file())
+            found = [p for p in below if p.suffix in TEXT_SUFFIXES]
             files += found
+            others = {p.suffix or "no suffix" for p in below}.difference(TEXT_SUFFIXES)
+            if others:
+                count = len(below) - len(found)
+                print(f"{path}: skipped {count} file(s) of {', '.join(sorted(others))}")
             if not found:
                 faults.append(f"{path}: no {', '.join(TEXT_SUFFIXES)} file below it")
         elif not path.is_file():

@@ -8,7 +8,7 @@ The sequences are the same at every step on every mesh.
 from pith_engine.checkpoint import load_checkpoint
 from pith_engine.gradients import count_targets
 
-from pith_apps.checks import required_checkpoint
+from pith_apps.checks import fixed_changes, required_checkpoint
 from pith_apps.config import RunConfig
 from pith_apps.corpus import Corpus
 from pith_apps.data import held_out_batches
@@ -27,6 +27,8 @@ def evaluate(config: RunConfig) -> int:
                 f"held-out loss {loss:.6f} after step {manifest.step} ({num_targets:,} tokens of "
                 f"{config.folders.held_out}), checkpoint {newest}"
             )
+            if changes := fixed_changes(config, newest, ("data.",)):
+                print(f"note: not the data options of the run: {'; '.join(changes)}")
     return 0
 
 

@@ -69,6 +69,9 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
         return 1
     except (SignalException, KeyboardInterrupt) as error:
         number = error.sigval if isinstance(error, SignalException) else signal.SIGINT
-        print(f"pith: stopped by {signal.Signals(number).name}", file=sys.stderr)
+        text = f"pith: stopped by {signal.Signals(number).name}"
+        if arguments[0] == "pretrain":
+            text += "; the same command resumes at the newest complete checkpoint, if any"
+        print(text, file=sys.stderr)
         return 128 + number
     return 0

@@ -114,7 +114,7 @@ def _start_line(config: RunConfig, resumed: Manifest | None) -> str:
     lines += [f"changed since that checkpoint: {change}" for change in changed]
     if config.balance.method == "global-batch" and not resumed.run.get("expert_counts"):
         lines.append("it holds no expert frequencies: the next step is balanced as the first")
-    if resumed.step >= steps:
+    if resumed.step == steps:
         lines.append("nothing is left to train; --train.steps prolongs the run")
     return "\n".join(lines)
 
@@ -203,6 +203,7 @@ def _save(
     facts = {
         "config": config_record(config),
         "corpus": corpus.meta.sha256,
+        "tokenizer": corpus.meta.tokenizer_sha256,
         "tokens_seen": log.tokens_seen,
         "num_updates": optimizer.num_steps,
         "expert_counts": trainer.pipeline.saved_counts(),

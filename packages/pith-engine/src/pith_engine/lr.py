@@ -47,15 +47,15 @@ class LearningRateConfig:
             found.append(f"lr.final_ratio is {self.final_ratio}; allowed are 0 to 1")
         if self.schedule == "constant" and self.final_ratio is not None:
             found.append(
-                f"lr.final_ratio is {self.final_ratio} but schedule constant never decays; leave "
-                "it out or use cosine or wsd"
+                f"lr.final_ratio is {self.final_ratio} but schedule constant never decays; set "
+                "--lr.final-ratio None or use cosine or wsd"
             )
         if self.schedule == "wsd" and (self.decay_steps is None or self.decay_steps < 1):
             found.append(f"lr.decay_steps is {self.decay_steps}; schedule wsd needs 1 or more")
         if self.schedule != "wsd" and self.decay_steps is not None:
             found.append(
                 f"lr.decay_steps is {self.decay_steps} but only schedule wsd has a decay of its "
-                "own; leave it out or use wsd"
+                "own; set --lr.decay-steps None or use wsd"
             )
         return found
 

@@ -241,9 +241,11 @@ def _model_violations(config: MeshConfig, model: tuple[int, int, int, int]) -> l
     step = config.num_batch_ranks
     least = 2 * config.pp * step
     if num_micro_batches % step or num_micro_batches < least:
+        nearest = max(least, -(-num_micro_batches // step) * step)
         wrong.append(
-            f"{num_micro_batches} micro-batches a step over dp {config.dp} x ep {config.ep}: a "
-            f"multiple of {step} that is at least {least} (2 x pp = {2 * config.pp} a rank)"
+            f"train.batch / train.micro_batch = {num_micro_batches}: allowed are multiples of dp x "
+            f"ep = {step} from 2 x pp times that, {least}; set --train.batch {nearest}, times "
+            "train.micro_batch"
         )
     return wrong
 

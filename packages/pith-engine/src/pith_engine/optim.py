@@ -47,7 +47,7 @@ class OptimizerConfig:
         if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
             wrong.append(f"optim.momentum = {self.momentum}: from 0 to below 1")
         if self.momentum is not None and self.method != "muon":
-            use = "leave it out or use optim.method muon"
+            use = "set --optim.momentum None or use optim.method muon"
             wrong.append(f"optim.momentum = {self.momentum} but AdamW has betas; {use}")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             wrong.append(f"optim.betas = {self.betas}: each from 0 to below 1")

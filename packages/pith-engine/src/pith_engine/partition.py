@@ -97,7 +97,7 @@ def partition_violations(layers: tuple[int, ...], pp: int, num_layers: int) -> l
         return []
     return [
         f"layers_per_chunk is {layers}: allowed are {2 * pp} numbers (2 * pp) from 1 that add up "
-        f"to {num_layers} layers; leave it out to balance by cost"
+        f"to {num_layers} layers; --layers-per-chunk None balances by cost"
     ]
 
 

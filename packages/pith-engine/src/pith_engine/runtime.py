@@ -151,14 +151,15 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        text = "".join(traceback.format_exception(error))
+        by_user = isinstance(error, KeyboardInterrupt)
+        text = "interrupted" if by_user else "".join(traceback.format_exception(error))
         try:
             # One write: lines of ranks that fail together do not mix.
             sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
             sys.stderr.flush()
             sys.stdout.flush()  # Raises when the reader of a pipe has gone.
         finally:
-            os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+            os._exit(130 if by_user else 1)
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:

@@ -159,6 +159,8 @@ def export_tensors(
     fields = {**config_fields, "torch_dtype": str(dtype).removeprefix("torch.")}
     _write_json(temporary / "config.json", fields)
     _write_files(tensors, layout, temporary, dtype, max_file_bytes)
+    for path in temporary.glob("*.safetensors"):  # written with mode 0600
+        shutil.copymode(temporary / "config.json", path)
     if out.exists():
         replaced = out.with_name(out.name + ".replaced")
         out.rename(replaced)
