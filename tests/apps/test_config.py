@@ -394,6 +394,13 @@ def test_balancing_that_cannot_work_is_refused_by_name(run):
         assert violations(replace(run, balance=BalanceConfig(method=method)), machine()) == []
 
 
+def test_the_readme_has_the_table_of_capabilities():
+    readme = (Path(__file__).parents[2] / "packages/pith-apps/README.md").read_text()
+    rows = [f"| {option} | {other} | {reason} |" for option, other, reason in CAPABILITIES]
+    start = readme.index("| setting | with | why |")
+    assert readme[start:].splitlines()[2 : 2 + len(rows) + 1] == [*rows, ""]
+
+
 def test_capabilities_are_written_in_words_that_the_validator_knows(run, monkeypatch):
     """A misspelt row is an error, not a row that never holds."""
     assert len(CAPABILITIES) >= 1

@@ -55,7 +55,7 @@ FULL_GRID = (
 """Every pair of axes, replicated dense parameters, and three axes at once (8 processes)."""
 VARIATIONS = ("packed", "padding", "aux", "tied", "recompute", "muon", "hsdp")
 """Several documents in a sequence; half of it padding; balance and z-loss of notable size; tied
-embeddings; attention and experts recomputed; Muon's update; dense parameters replicated over dp."""
+embeddings; attention and experts recomputed; Muon's update; HSDP wherever dp has ranks."""
 DOCUMENT_LENGTHS = (1, 5, 13, 2, 7)
 """Of `packed`, over and over from another place in each sequence: odd, and some inside a block."""
 
@@ -143,12 +143,11 @@ def parse_parity_mesh(label: str) -> ParityMesh:
 
 
 def vary(config: RunConfig, variations: Sequence[str]) -> RunConfig:
-    """The run with `variations` switched on; those of the batch act in `parity_sequences`."""
+    """The run with `variations` on; the batch's act in `parity_sequences`, hsdp on meshes."""
     unknown = sorted(set(variations) - set(VARIATIONS))
     if unknown:
         raise ValueError(f"--with {','.join(unknown)}: allowed are {', '.join(VARIATIONS)}")
-    balance, model, optim = config.balance, config.model, config.optim
-    train, sharding = config.train, config.sharding
+    balance, model, optim, train = config.balance, config.model, config.optim, config.train
     if "aux" in variations:
         method = "sequence" if balance.method == "none" else balance.method
         balance = replace(balance, method=method, coefficient=0.5, z_coefficient=0.05)
@@ -158,11 +157,7 @@ def vary(config: RunConfig, variations: Sequence[str]) -> RunConfig:
         train = replace(train, recompute="attention+experts")
     if "muon" in variations:
         optim = replace(optim, method="muon")
-    if "hsdp" in variations:
-        sharding = replace(sharding, replicate_dense=True)
-    return replace(
-        config, balance=balance, model=model, optim=optim, train=train, sharding=sharding
-    )
+    return replace(config, balance=balance, model=model, optim=optim, train=train)
 
 
 def check_parity(
@@ -228,6 +223,8 @@ def parity_worker(
         if mesh is None:
             continue
         connect_mesh(mesh, device)
+        if "hsdp" in variations and mesh.dp.size > 1:
+            parity_mesh = replace(parity_mesh, is_hsdp=True)
         sharding = config.sharding
         if parity_mesh.is_hsdp:
             sharding = replace(sharding, replicate_dense=True)

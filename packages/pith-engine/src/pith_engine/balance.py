@@ -47,7 +47,7 @@ class BalanceConfig:
     method: BalanceMethod = "sequence"
     """Auxiliary loss over each `sequence`, over the `global-batch` with the frequencies of the step
     before, or over each `micro-batch`, which alone depends on its size. `bias`: no loss, a bias
-    that only selects. `none`: no balancing."""
+    that only selects, for families whose Hugging Face format has it. `none`: no balancing."""
     coefficient: float = 1e-3
     """Weight of the auxiliary loss (at least 0); `none` and `bias` do not read it."""
     bias_rate: float = 1e-3

@@ -57,7 +57,10 @@ def shard_batch(batch: Batch, cp: Axis) -> Batch:
         return batch
     length, num_blocks = batch.sequence_length, 2 * cp.size
     if length % num_blocks:
-        raise ValueError(f"sequence length {length} is no multiple of 2 x cp = {num_blocks}")
+        raise ValueError(
+            f"sequence length {length} is no multiple of 2 x cp = {num_blocks}; nearest: "
+            f"{length // num_blocks * num_blocks}, {-(-length // num_blocks) * num_blocks}"
+        )
     early, late = _blocks_of(cp.rank, cp)
     tokens, targets, positions = (
         x.view(-1, num_blocks, length // num_blocks)[:, early : late + 1 : late - early].flatten()
@@ -94,7 +97,7 @@ def context_attention(
         out = _Ring.apply(query, key, value, None, sinks, call)
     else:
         parts = []
-        # Before anything is sent: these refuse what is wrong.
+        # Before anything is sent: these refuse a bad window.
         visibilities = [
             call.visibility([span], [range(span.start - call.reach(span.start), span.stop)])
             for span in call.spans(cp.rank)

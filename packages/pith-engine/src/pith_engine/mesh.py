@@ -30,7 +30,7 @@ class MeshConfig:
     pp: int = 1
     """Pipeline stages; the model is cut into twice as many chunks."""
     dp: int = 1
-    """Data-parallel ranks, over which parameters, experts included, are sharded."""
+    """Data-parallel ranks, over which parameters are sharded unless `sharding` replicates them."""
     cp: int = 1
     """Ranks that share one sequence."""
     ep: int = 1

@@ -104,18 +104,19 @@ class Pipeline:
         )
         return _Step(self, batches, scale).run(table[self.mesh.pp.rank], num_targets)
 
-    def saved_counts(self) -> dict[int, list[int]]:
-        """`expert_counts` of the whole model; all ranks of pp call it."""
-        own = {layer: counts.tolist() for layer, counts in self.expert_counts.items()}
+    def saved_counts(self) -> dict[str, list[int]]:
+        """`expert_counts` of the whole model, as JSON keeps them; all ranks of pp call it."""
+        own = {str(layer): counts.tolist() for layer, counts in self.expert_counts.items()}
         return {layer: c for part in gather_objects(own, self.mesh.pp) for layer, c in part.items()}
 
     def restore_counts(self, saved: Mapping[str, list[int]]) -> None:
-        """Set `expert_counts` from `saved_counts` of any mesh, whose keys JSON made strings."""
+        """Set `expert_counts` from `saved_counts` of any mesh: all MoE layers or none."""
+        chunks = self.chunks.values() if saved else ()
         self.expert_counts = {
             int(number): torch.tensor(saved[number], dtype=torch.int64, device=self.device)
-            for chunk in self.chunks.values()
-            for number in chunk.layers
-            if number in saved
+            for chunk in chunks
+            for number, layer in chunk.layers.items()
+            if layer.num_local_experts
         }
 
     @torch.no_grad()

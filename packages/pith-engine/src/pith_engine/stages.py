@@ -65,8 +65,8 @@ class Segment:
     """None for a dense layer and in the last segment."""
     chosen: Tensor | None = None
     """`[T, K]` `Routing.chosen` of the first run."""
-    load_factors: Tensor | None = None
-    """Of `balance.load_factors`, from the first run."""
+    factors: Tensor | None = None
+    """Of `load_factors`, from the first run."""
 
 
 class Streams:
@@ -157,9 +157,11 @@ class ChunkPass:
             # After the host has waited for the counts, not before.
             counts = count_choices(routing, self.batch, self.balance.method)
             self.expert_counts.append(counts.sum(0))
-            previous = self.previous_counts.get(int([*self.chunk.layers][index]))
-            segment.load_factors = load_factors(self.balance.method, counts, previous, self.mesh.cp)
-            self.auxiliary_sums += self._add_balance(segment, routing)
+            if self.loss_scale is not None:
+                previous = self.previous_counts.get(int([*self.chunk.layers][index]))
+                method, cp = self.balance.method, self.mesh.cp
+                segment.factors = load_factors(method, counts, previous, cp)
+                self.auxiliary_sums += self._add_balance(segment, routing)
         return pack_tokens(tokens, route), pack_metadata(routing, route)
 
     def exchange(
@@ -272,7 +274,7 @@ class ChunkPass:
 
     def _add_balance(self, segment: Segment, routing: Routing) -> Tensor:
         """Add the balance root, if any; returns its losses."""
-        root, losses = auxiliary_losses(self.balance, routing, self.batch, segment.load_factors)
+        root, losses = auxiliary_losses(self.balance, routing, self.batch, segment.factors)
         segment.roots += [] if root is None else [_edge(root)]
         return losses
 

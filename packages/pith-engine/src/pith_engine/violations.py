@@ -1,8 +1,9 @@
 """What is wrong with a configuration: lines, each beginning with the field's full path.
 
-Every configuration has a method `violations() -> list[str]` (`optim.eps = -1.0: above 0 and
-finite`). A command collects those of the whole tree, `raise_violations` those of one part. The
-trap: a check inside `__post_init__` would end alone, before the tree exists.
+A configuration of the engine or of a model has a method `violations() -> list[str]`
+(`optim.eps = -1.0: above 0 and finite`). A command collects those of the whole tree,
+`raise_violations` those of one part. The trap: a check inside `__post_init__` would end alone,
+before the tree exists.
 """
 
 from collections.abc import Sequence
