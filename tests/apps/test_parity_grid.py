@@ -244,16 +244,16 @@ BREAKS: dict[str, Callable[[], AbstractContextManager]] = {
 
 
 def rows(table: str) -> list[list[str]]:
-    """Cells of the table's rows, in its order; two lines and a head come before, a verdict after."""
+    """Cells of the rows: two lines and a head come before them, a verdict after."""
     return [line.split() for line in table.splitlines()[3:-1]]
 
 
 def shown(labels: tuple[str, ...], variations: tuple[str, ...]) -> list[str]:
     """Labels as the table shows them: with the variation hsdp, meshes with dp are replicated."""
-    replicated = [
-        label for label in labels if "hsdp" in variations and "dp" in label.removeprefix("hsdp-")
-    ]
-    return [f"hsdp-{x.removeprefix('hsdp-')}" if x in replicated else x for x in labels]
+    plain = [label.removeprefix("hsdp-") for label in labels]
+    if "hsdp" not in variations:
+        return list(labels)
+    return [f"hsdp-{label}" if "dp" in label else label for label in plain]
 
 
 def wrong_columns(row: list[str], limit: float) -> list[str]:
