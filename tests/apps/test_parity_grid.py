@@ -35,7 +35,6 @@ from torch.nn.functional import embedding
 
 MESHES = tuple(label for label in (*FULL_GRID, "cp2") if label != "pp2-cp2-ep2")
 """What four ranks can run; the mesh of eight runs in `test_parity_cli.py`."""
-pytestmark = pytest.mark.core
 
 
 def tiny(sequence_length: int = 24) -> RunConfig:
@@ -274,9 +273,12 @@ def rows_that_agree(results: list, labels: list[str], limit: float) -> None:
 @pytest.mark.parametrize(
     ("dtype", "variations", "limit"),
     [
-        ("fp64", (), 1e-12),
-        ("fp64", VARIATIONS, 1e-11),
-        ("fp32", tuple(name for name in VARIATIONS if name != "muon"), 1e-5),
+        pytest.param("fp64", (), 1e-12, marks=pytest.mark.core),
+        pytest.param("fp64", VARIATIONS, 1e-11, marks=pytest.mark.core),
+        pytest.param(
+            *("fp32", tuple(name for name in VARIATIONS if name != "muon"), 1e-5),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["plain", "all", "fp32"],
 )
@@ -289,6 +291,7 @@ def test_the_grid_agrees(
     assert [name for name in VARIATIONS if f"+{name}" in head] == list(variations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variation", VARIATIONS)
 def test_each_variation_agrees_alone_and_changes_something(gloo_pool: Any, variation: str) -> None:
     labels = ("dp2-ep2", "cp2-ep2", "pp2-cp2")
@@ -300,7 +303,13 @@ def test_each_variation_agrees_alone_and_changes_something(gloo_pool: Any, varia
     assert (float(rows(results[0][1])[0][6]) > 0) == (variation == "muon")
 
 
-@pytest.mark.parametrize("method", ["sequence", "global-batch", "micro-batch"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["sequence", *(pytest.param(name, marks=SLOW) for name in ("global-batch", "micro-batch"))],
+)
 def test_splits_of_one_global_batch(gloo_pool: Any, method: str) -> None:
     """One, two and four sequences a micro-batch: of these methods `micro-batch` alone depends."""
     balance = BalanceConfig(method=method, coefficient=0.5, z_coefficient=0.05)  # type: ignore

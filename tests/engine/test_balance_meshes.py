@@ -206,8 +206,7 @@ def losses_close(found, expected, rtol):
             assert vars(one)[name] == pytest.approx(value, rel=rtol), name
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("label", ["dp2-ep2", "pp2-ep2"])
+@pytest.mark.parametrize("label", ["dp2-ep2", pytest.param("pp2-ep2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "config",
     [

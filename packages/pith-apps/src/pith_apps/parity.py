@@ -395,10 +395,12 @@ def _document_offsets(length: int, number: int) -> Tensor:
 
 def _joined(sequences: Sequence[Batch]) -> Batch:
     """Several sequences, packed or none of them, as one micro-batch."""
-    documents, length = None, sequences[0].sequence_length
-    if sequences[0].documents is not None:
-        starts = [b.documents[:-1] + n * length for n, b in enumerate(sequences)]
-        documents = torch.cat([*starts, starts[0].new_tensor([len(sequences) * length])])
+    length, documents = sequences[0].sequence_length, None
+    packed = [batch.documents for batch in sequences if batch.documents is not None]
+    if packed:
+        # The end of one sequence is the start of the next: an offset that occurs once.
+        shifted = [offsets + n * length for n, offsets in enumerate(packed)]
+        documents = torch.cat(shifted).unique()
     return Batch(
         tokens=torch.cat([batch.tokens for batch in sequences]),
         targets=torch.cat([batch.targets for batch in sequences]),
