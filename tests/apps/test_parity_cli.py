@@ -91,6 +91,7 @@ def test_the_full_grid_as_a_command(tmp_path: Path) -> None:
         (["--with", "packed,cp"], "--with cp: allowed are packed, padding, aux"),
         (["--meshes", "hsdp-ep2"], "mesh 'hsdp-ep2': hsdp replicates over dp"),
         (["--meshes", "ep3"], "ep3: mesh.ep = 3"),
+        (["--with", "padding", "--train.sequence-length", "1"], "no target is left"),
         (["--meshes", "cp2", "--train.sequence-length", "30"], "cp2: mesh.cp = 2"),
         (["--train.dtype=fp32"], "--train.dtype: parity sets these"),
         (["--layers-per-chunk", "1", "3"], "--layers-per-chunk: parity sets these"),

@@ -356,6 +356,18 @@ def test_a_broken_factor_group_or_mask_shows(
         assert wrong_columns(row, 1e-10) == columns.split(), row
 
 
+def parity_of_single_tokens(labels: tuple[str, ...]) -> bool:
+    """Runs in every worker: documents of one token, whose softmax is constant."""
+    config = replace(tiny(sequence_length=1), layers_per_chunk=None)
+    meshes = tuple(parse_parity_mesh(label) for label in labels)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return parity_worker(config, meshes, "fp64", torch.device("cpu"))
+
+
+def test_gradients_that_are_zero_but_for_rounding_agree(gloo_pool: Any) -> None:
+    assert gloo_pool.run(parity_of_single_tokens, ("dp2", "ep2")) == [True] * 4
+
+
 def test_the_variations_of_the_batch() -> None:
     device = torch.device("cpu")
     packed = parity_sequences(tiny(), 8, device, ("packed",))

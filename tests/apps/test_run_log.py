@@ -236,5 +236,6 @@ def test_a_file_system_without_locks_is_no_refusal(
 def test_a_collapsed_router_is_warned_of_and_an_even_one_is_not():
     assert "one expert gets 75% of its layer's tokens" in load_warning(3.0, 2, 8)
     assert load_warning(1.9, 2, 8) == ""
+    assert "one expert gets 100% of its layer's tokens" in load_warning(2.0, 2, 4)
     assert load_warning(1.0, 5, 8) == ""  # 62% of the tokens each is even
     assert load_warning(0.0, 0, 0) == ""

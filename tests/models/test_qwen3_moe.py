@@ -6,6 +6,7 @@ whatever the model's dtype; for the float64 comparison `Promote` asks torch for 
 code says float32, so that agreement to 1e-10 is possible at all.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -209,6 +210,37 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path):
         expected, actual = (list(plain_hidden(chunks, b))[-1][0] for b in (separate, packed))
     torch.testing.assert_close(actual[LENGTH:], expected[LENGTH:], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(actual[:LENGTH], expected[:LENGTH], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype", "same_bits"),
+    [
+        ({"mlp_only_layers": [0, 1, 2]}, torch.float64, True),
+        ({}, torch.bfloat16, True),
+        # Sizes of expert groups change, and with them how a CPU's product adds.
+        ({}, torch.float64, False),
+    ],
+    ids=["dense", "bf16", "experts"],
+)
+def test_a_document_has_the_same_logits_whatever_stands_before_it(
+    tmp_path: Path, fields: dict[str, object], dtype: torch.dtype, same_bits: bool
+):
+    make_theirs(fields, torch.float64).save_pretrained(tmp_path)
+    chunks, _ = load_ours(tmp_path, dtype)
+    batch, first = make_batch(TINY["vocab_size"]), 13
+    documents = torch.tensor([0, first, LENGTH, 2 * LENGTH], dtype=torch.int32)
+    other = batch.tokens.clone()
+    other[:first] = (other[:first] + 1) % TINY["vocab_size"]
+    packed = [
+        replace(batch, tokens=tokens, documents=documents) for tokens in (batch.tokens, other)
+    ]
+    with torch.no_grad():
+        one, two = (chunks[-1].logits(list(plain_hidden(chunks, b))[-1][0]) for b in packed)
+    assert not torch.allclose(one[:first], two[:first], atol=1e-2)
+    if same_bits:
+        assert torch.equal(one[first:], two[first:])
+    else:
+        torch.testing.assert_close(one[first:], two[first:], rtol=1e-12, atol=1e-12)
 
 
 def pipeline_step(folder: Path, dtype: torch.dtype, recompute: Recompute) -> list[Tensor]:

@@ -247,11 +247,11 @@ def _parity(rest: list[str]) -> int:
         raise ValueError("--meshes beside --grid full: give one of them")
     labels = arguments.meshes or (FULL_GRID if arguments.grid == "full" else PARITY_MESHES)
     meshes = tuple(parse_parity_mesh(label) for label in labels)
-    variations = tuple(name for name in arguments.variations.split(",") if name)
+    variations = tuple(dict.fromkeys(name for name in arguments.variations.split(",") if name))
     config = vary(arguments.config, variations)
     least = max(mesh.config.world_size for mesh in meshes)
     machine = find_machine(config.nproc or least, os.environ)
-    check_parity(config, meshes, arguments.dtype, machine)
+    check_parity(config, meshes, arguments.dtype, machine, variations)
     if not is_rank(os.environ) and machine.world_size > 1:
         return _launch(machine.world_size, ["parity", *rest])
     with joined_group(config) as device:

@@ -6,7 +6,8 @@ batch at once, plain autograd over `contract.plain_hidden`, torch's cross-entrop
 It shares nothing of dispatch, schedule, transfers or sharding.
 
     difference of two numbers   |a - b| / |b|
-    difference of a gradient    max |a - b| / max |b|,  b the reference tensor
+    difference of a gradient    max |a - b| / max(max |b|, 1e-5 max |B|),  b the reference tensor, B
+                                all of them: what should be zero is rounding over rounding
     a mesh agrees when          its initial weights are bit-equal, every element of every gradient
                                 is held by exactly one rank of each replica, all with the same bits,
                                 and no difference exceeds
@@ -85,6 +86,8 @@ class ParityReference:
     """Their hash: all ranks must start from one reference."""
     gradients: dict[str, Tensor]
     """Its gradient."""
+    largest: float
+    """Largest absolute value in them."""
     updated: dict[str, Tensor]
     """With Muon: each matrix after one step."""
     loss: float
@@ -165,11 +168,17 @@ def check_parity(
     meshes: tuple[ParityMesh, ...],
     dtype: Literal["fp64", "fp32"],
     machine: Machine,
+    variations: Sequence[str] = (),
 ) -> None:
     """Raise a ValueError that names every violation of every mesh, and of the machine."""
     faults = step_violations(replace(config, train=replace(config.train, dtype=dtype)), machine)
     if not faults:
-        num_micro_batches = num_parity_sequences(config, meshes) // config.train.micro_batch
+        num_sequences = num_parity_sequences(config, meshes)
+        num_micro_batches = num_sequences // config.train.micro_batch
+        batch = parity_sequences(config, num_sequences, torch.device("cpu"), variations)
+        if all((sequence.targets == IGNORED_TARGET).all() for sequence in batch):
+            length = config.train.sequence_length
+            faults.append(f"train.sequence_length is {length}: no target is left; lengthen it")
         faults += [
             f"{mesh.label}: {fault}"
             for mesh in meshes
@@ -321,6 +330,7 @@ def compute_reference(
         weights=weights,
         weights_sha256=_sha256(weights.values()),
         gradients={block.name: block.tensor for block in gradients},
+        largest=max(block.tensor.abs().max().item() for block in gradients),
         updated={block.name: block.tensor for block in _updated(config, trainer)},
         loss=loss.item() / num_targets,
         balance=balance.item() / (num_targets * max(1, len(routings))),
@@ -436,10 +446,10 @@ def _block_of(tensors: dict[str, Tensor], block: CanonicalBlock) -> Tensor:
 
 
 def _compare_block(block: CanonicalBlock, reference: ParityReference) -> tuple[float, int]:
-    """Largest difference in the block over the largest value of its tensor; elements compared."""
+    """Difference of the block as the file's docstring defines it; elements compared."""
     difference = (block.tensor - _block_of(reference.gradients, block)).abs().max().item()
     scale = reference.gradients[block.name].abs().max().item()
-    return _ratio(difference, scale), block.tensor.numel()
+    return _ratio(difference, max(scale, 1e-5 * reference.largest)), block.tensor.numel()
 
 
 def _compare_update(block: CanonicalBlock, reference: ParityReference) -> float:

@@ -177,9 +177,9 @@ def _train_step(
 
 
 def load_warning(max_load: float, top_k: int, num_experts: int) -> str:
-    """What to say of a layer in which one expert gets most tokens, and twice its even share."""
+    """What to say of a layer in which one expert gets most tokens, well above its even share."""
     share = max_load * top_k / max(num_experts, 1)
-    if share <= 0.5 or max_load <= 2:
+    if share <= 0.5 or max_load < 1.5:
         return ""
     return f"warning: one expert gets {share:.0%} of its layer's tokens; see --balance.method"
 
