@@ -3,9 +3,9 @@
 import errno
 import json
 import math
+import subprocess
+import sys
 import time
-from multiprocessing import get_context
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -200,23 +200,24 @@ def test_damaged_metrics_are_named(tmp_path: Path) -> None:
         read_metrics(tmp_path)
 
 
-def hold(folder: Path, ready: Event) -> None:
-    with held_run_folder(folder):
-        ready.set()
-        time.sleep(60)
+HOLD = """
+import pathlib, sys, time
+from pith_apps.run_log import held_run_folder
+with held_run_folder(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
 
 
 def test_a_run_folder_is_held_until_its_process_ends_however(tmp_path: Path) -> None:
-    context = get_context("spawn")
-    ready = context.Event()
-    holder = context.Process(target=hold, args=(tmp_path / "run", ready))
-    holder.start()
-    assert ready.wait(60)
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     refused = pytest.raises(ValueError, match="run is in use by another process")
     with refused, held_run_folder(tmp_path / "run"):
         pass
     holder.kill()
-    holder.join()
+    holder.wait()
     for _ in range(2):
         with held_run_folder(tmp_path / "run"):
             pass
