@@ -38,10 +38,10 @@ def config_of(source: Path) -> ModelConfig:
     ("label", "tied", "replicate"),
     [
         ("pp2-ep2", False, False),
-        ("dp2-ep2", False, False),
-        ("ep4", False, False),
-        ("pp2-ep2", True, False),
         ("dp2-ep2", True, True),
+        pytest.param("dp2-ep2", False, False, marks=pytest.mark.slow),
+        pytest.param("ep4", False, False, marks=pytest.mark.slow),
+        pytest.param("pp2-ep2", True, False, marks=pytest.mark.slow),
     ],
 )
 def test_bytes_survive_import_a_mesh_and_export(

@@ -259,7 +259,13 @@ def parity_with(labels: tuple[str, ...], balance: BalanceConfig) -> tuple[bool, 
     return agree, output.getvalue()
 
 
-@pytest.mark.parametrize("method", ["none", "micro-batch", "sequence", "global-batch"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "global-batch",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("none", "micro-batch", "sequence")),
+    ],
+)
 def test_every_balancing_agrees(gloo_pool: Any, method: str) -> None:
     balance = BalanceConfig(method=method, coefficient=0.05, z_coefficient=0.01)  # type: ignore
     labels = ("ep2", "pp2-ep2", "dp2-ep2")

@@ -176,6 +176,7 @@ def test_what_decides_the_numbers_may_not_change_on_resume(folder, monkeypatch, 
     assert "nothing is left to train" in output
 
 
+@pytest.mark.slow
 def test_muon_says_what_it_updates_and_is_not_exchanged_for_adamw(folder, monkeypatch, capsys):
     command = ["pretrain", *TWO_STAGES, "--name", "muon", "--train.steps", "2"]
     output = pith(folder, *command, "--optim.method", "muon")

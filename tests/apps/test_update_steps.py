@@ -107,16 +107,20 @@ def whole_weights(blocks: Blocks, replicas: dict[str, int]) -> dict[str, torch.T
     return wholes
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("label", "tied", "experts", "replicas"),
     [
         ("pp2-dp2", False, True, {"dense": 2, "experts": 2}),
-        ("dp2-ep2", False, False, {"dense": 2, "experts": 1}),
-        ("dp4", True, True, {"dense": 4, "experts": 4}),
         ("pp2-dp2", True, False, {"dense": 2, "experts": 1}),
-        ("pp2", True, False, {"dense": 1, "experts": 1}),
         ("pp4", True, False, {"dense": 1, "experts": 1}),
-        ("ep2", True, False, {"dense": 1, "experts": 1}),
+        slow("dp2-ep2", False, False, {"dense": 2, "experts": 1}),
+        slow("dp4", True, True, {"dense": 4, "experts": 4}),
+        slow("pp2", True, False, {"dense": 1, "experts": 1}),
+        slow("ep2", True, False, {"dense": 1, "experts": 1}),
     ],
 )
 def test_three_updates_are_those_of_one_process(
