@@ -18,7 +18,6 @@ from pith_engine.runtime import gather_objects
 from pith_models.qwen3_moe import Qwen3MoeConfig
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.core
 
 
 def eight_layers(label: str, *, tied: bool = False, experts: bool = False) -> RunConfig:
