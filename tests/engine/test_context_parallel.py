@@ -17,7 +17,6 @@ REFERENCE, FLASH = AttentionBackend.REFERENCE, AttentionBackend.FLASH
 TIMEOUT = timedelta(seconds=30)
 CPU = torch.device("cpu")
 SINKS = (0.3, -2.0, 1.7, 0.0)
-pytestmark = pytest.mark.core
 
 # Two sequences of 48 tokens; blocks of 12 (cp2) or 6 (cp4). Documents of 1, 5, 13 and other odd
 # lengths straddle blocks, halves of ranks and both; the last list has one that ends a sequence.
@@ -135,6 +134,7 @@ SOME_CASES = [
 ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("config", [MeshConfig(dp=2, cp=2), MeshConfig(cp=4)])
 @pytest.mark.parametrize("cases", [CASES, SOME_CASES])
 def test_sharded_attention_equals_dense_attention(gloo_pool, config, cases):
@@ -142,6 +142,7 @@ def test_sharded_attention_equals_dense_attention(gloo_pool, config, cases):
     assert max(worst) < 1e-12
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)])
 def test_sharded_attention_in_other_dtypes(gloo_pool, dtype, limit):
     assert max(gloo_pool.run(ring_cases, MeshConfig(cp=4), SOME_CASES, dtype)) < limit
@@ -182,6 +183,7 @@ def latent_cases(mesh_config, cases):
     return worst
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("config", [MeshConfig(dp=4), MeshConfig(dp=2, cp=2), MeshConfig(cp=4)])
 def test_latent_attention_equals_dense_attention_over_expanded_heads(gloo_pool, config):
     cases = [(documents, REFERENCE) for documents in DOCUMENTS]
@@ -209,6 +211,7 @@ def travelled_bytes(backward):
     return sum(sent), rows
 
 
+@pytest.mark.core
 def test_only_the_latent_and_the_rotary_key_travel(gloo_pool):
     for sent, rows in gloo_pool.run(travelled_bytes, False):
         assert sent == 3 * rows * (8 + 2) * 2  # three hops in bf16
@@ -232,6 +235,7 @@ def window_bytes():
     return sent
 
 
+@pytest.mark.core
 def test_windows_fetch_only_the_keys_before_a_block(gloo_pool):
     piece = NUM_SEQUENCES * 3 * 2 * 12 * 8
     forward, backward = zip(*gloo_pool.run(window_bytes), strict=True)
@@ -253,6 +257,7 @@ def repeated(backend):
     return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.core
 def test_two_runs_agree_bit_for_bit(gloo_pool):
     assert all(gloo_pool.run(repeated, FLASH))
 
@@ -288,6 +293,7 @@ def refusals():
     return messages
 
 
+@pytest.mark.core
 def test_bad_input_is_refused(gloo_pool):
     for documents, window, value_dim in gloo_pool.run(refusals):
         assert "documents [0, 90] must ascend from 0 to 96" in documents
