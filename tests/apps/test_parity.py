@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from pith_apps.config import RunConfig, TrainConfig
+from pith_apps.config import RunConfig
 from pith_apps.parity import (
     PARITY_MESHES,
     ParityResult,
@@ -27,42 +27,19 @@ from pith_engine.balance import BalanceConfig
 from pith_engine.contract import IGNORED_TARGET, Batch
 from pith_engine.fsdp import ShardingConfig, Unit
 from pith_engine.init import initialise
-from pith_engine.lr import LearningRateConfig
-from pith_engine.mesh import Mesh, parse_mesh
+from pith_engine.mesh import Mesh
 from pith_engine.pipeline import Pipeline
-from pith_models.qwen3_moe import Qwen3MoeChunk, Qwen3MoeConfig
+from pith_models.qwen3_moe import Qwen3MoeChunk
 from pith_ops.cross_entropy import linear_cross_entropy
 from pith_ops.rms_norm import rms_norm
+from tiny_run import tiny_run
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.core
 
 
 def tiny(**changes: Any) -> RunConfig:
-    model = Qwen3MoeConfig(
-        vocab_size=61,
-        hidden_size=24,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=20,
-        moe_intermediate_size=10,
-        num_experts=8,
-        num_experts_per_tok=3,
-        mlp_only_layers=(1,),
-        initializer_range=0.2,
-        max_position_embeddings=64,
-    )
-    config = RunConfig(
-        name="tiny",
-        model=model,
-        mesh=parse_mesh("single"),
-        train=TrainConfig(steps=1, batch=8, sequence_length=11, dtype="fp32", device="cpu"),
-        lr=LearningRateConfig(schedule="constant", peak=1e-3, warmup_steps=1),
-        balance=BalanceConfig(coefficient=0.02),
-    )
-    return replace(config, **changes)
+    return replace(tiny_run(num_layers=5, sequence_length=11), **changes)
 
 
 def parity(

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from pith_apps.config import RunConfig, TrainConfig
+from pith_apps.config import RunConfig
 from pith_apps.parity import (
     FULL_GRID,
     VARIATIONS,
@@ -26,11 +26,10 @@ from pith_engine.balance import BalanceConfig, auxiliary_losses, load_factors
 from pith_engine.context_parallel import shard_batch
 from pith_engine.contract import IGNORED_TARGET
 from pith_engine.gradients import count_targets
-from pith_engine.lr import LearningRateConfig
-from pith_engine.mesh import Mesh, parse_mesh
+from pith_engine.mesh import Mesh
 from pith_engine.stages import ChunkPass
-from pith_models.qwen3_moe import Qwen3MoeConfig
 from pith_ops.attention import attention_backward, attention_forward
+from tiny_run import tiny_run
 from torch.nn.functional import embedding
 
 MESHES = tuple(label for label in (*FULL_GRID, "cp2") if label != "pp2-cp2-ep2")
@@ -38,31 +37,7 @@ MESHES = tuple(label for label in (*FULL_GRID, "cp2") if label != "pp2-cp2-ep2")
 
 
 def tiny(sequence_length: int = 24) -> RunConfig:
-    model = Qwen3MoeConfig(
-        vocab_size=61,
-        hidden_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=20,
-        moe_intermediate_size=10,
-        num_experts=8,
-        num_experts_per_tok=3,
-        mlp_only_layers=(1,),
-        initializer_range=0.2,
-        max_position_embeddings=64,
-    )
-    return RunConfig(
-        name="tiny",
-        model=model,
-        mesh=parse_mesh("single"),
-        train=TrainConfig(
-            steps=1, batch=8, sequence_length=sequence_length, dtype="fp32", device="cpu"
-        ),
-        lr=LearningRateConfig(schedule="constant", peak=1e-3, warmup_steps=1),
-        balance=BalanceConfig(coefficient=0.02),
-    )
+    return tiny_run(num_layers=4, sequence_length=sequence_length)
 
 
 def parity(

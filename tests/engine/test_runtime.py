@@ -66,31 +66,42 @@ SIZES = [
 ]
 
 
+def sent_blocks(sizes, dtype):
+    """What rank a sends to rank b, at [a][b]."""
+    return [
+        [torch.full((n, 5), 100 * a + 10 * b, dtype=dtype) for b, n in enumerate(row)]
+        for a, row in enumerate(sizes)
+    ]
+
+
 def all_to_alls(dtype, contiguous):
-    mesh = Mesh.create(MeshConfig(ep=4), TIMEOUT)
+    """What arrives here, for each of `SIZES` over the communicators of forward and backward."""
+    mesh, arrived = Mesh.create(MeshConfig(ep=4), TIMEOUT), []
     for sizes in SIZES:
         for axis in (mesh.ep, mesh.ep_backward):
             send, receive = sizes[mesh.rank], [row[mesh.rank] for row in sizes]
-            blocks = [
-                [torch.full((n, 5), 100 * a + 10 * b, dtype=dtype) for b, n in enumerate(row)]
-                for a, row in enumerate(sizes)
-            ]
-            rows = torch.cat(blocks[mesh.rank])
+            rows = torch.cat(sent_blocks(sizes, dtype)[mesh.rank])
             if not contiguous:
                 rows = rows.t().contiguous().t()
             output = torch.full((sum(receive), 5), 77, dtype=dtype)
             all_to_all(output, rows, receive, send, axis)
-            assert torch.equal(output, torch.cat([row[mesh.rank] for row in blocks]))
+            arrived.append(output)
+    return arrived
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
 def test_all_to_all_with_uneven_and_empty_blocks(gloo_pool, dtype, contiguous):
-    gloo_pool.run(all_to_alls, dtype, contiguous)
+    for rank, arrived in enumerate(gloo_pool.run(all_to_alls, dtype, contiguous)):
+        expected = [torch.cat([row[rank] for row in sent_blocks(s, dtype)]) for s in SIZES]
+        assert len(arrived) == 2 * len(SIZES)
+        for number, output in enumerate(arrived):
+            assert torch.equal(output, expected[number // 2])
 
 
 def exchanges():
+    """What came of three tensors exchanged at once, and one value that went one way only."""
     mesh = Mesh.create(MeshConfig(pp=2, dp=2), TIMEOUT)
     peer = 1 - mesh.pp.rank
     sent = [torch.full((4, 3), 10.0 * mesh.rank + i, dtype=torch.bfloat16) for i in range(3)]
@@ -99,21 +110,24 @@ def exchanges():
     both.wait_receives()
     both.wait_receives()
     both.wait_sends()
-    other = mesh.pp.ranks[peer]
-    assert [t[0, 0].item() for t in received] == [10.0 * other + i for i in range(3)]
     # One way only, then the other, without a peer's exchange in between.
     value = torch.full((2,), float(mesh.rank))
     if mesh.pp.rank == 0:
         exchange([(value, 1)], [], mesh.pp).wait_sends()
     else:
         exchange([], [(value, 0)], mesh.pp).wait_receives()
-        assert value.tolist() == [mesh.rank - 2.0] * 2
     exchange([], [], mesh.pp).wait_sends()
+    return received, value
 
 
 @pytest.mark.core
 def test_exchanges_match_in_order(gloo_pool):
-    gloo_pool.run(exchanges)
+    """Ranks 0 and 2, 1 and 3 are neighbours on pp; the lower one sends the single value."""
+    for rank, (received, value) in enumerate(gloo_pool.run(exchanges)):
+        other = (rank + 2) % 4
+        for number, tensor in enumerate(received):
+            assert torch.equal(tensor, torch.full_like(tensor, 10.0 * other + number))
+        assert value.tolist() == [rank % 2] * 2
 
 
 def test_one_rank_needs_no_group():

@@ -1,8 +1,10 @@
 """Schedule tables: equal to torch's DualPipeV, proved by the checks; wrong tables are refused."""
 
+from collections import Counter
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -206,12 +208,15 @@ def test_other_numbers_of_micro_batches_and_kinds_are_refused():
         check_schedule(forward_only(3, 7), 7)
 
 
-def execute(table: ScheduleTable) -> None:
-    """Run a table with labels for tensors and one queue per pair of ranks; fail on a wrong one."""
+def execute(table: ScheduleTable) -> Counter:
+    """Run a table with labels for tensors and one queue per pair of ranks; fail on a wrong one.
+
+    Returns how often each (kind, chunk, micro-batch) ran.
+    """
     last = 2 * len(table) - 1
     queues: dict[tuple[int, int], list[tuple]] = {}
     held: list[dict[tuple, tuple]] = [{} for _ in table]
-    reached = [0] * len(table)
+    reached, done = [0] * len(table), Counter()
     while any(k < len(row) for k, row in zip(reached, table, strict=True)):
         before = list(reached)
         for rank, row in enumerate(table):
@@ -226,6 +231,7 @@ def execute(table: ScheduleTable) -> None:
                 assert label == (t.kind, t.chunk, t.micro_batch)
                 held[rank][label] = label
             for part in slot.action.parts:
+                done[part.kind, part.chunk, part.micro_batch] += 1
                 if part.kind is F:
                     if part.chunk > 0:
                         held[rank].pop((TransferKind.HIDDEN, part.chunk, part.micro_batch))
@@ -248,11 +254,17 @@ def execute(table: ScheduleTable) -> None:
             reached[rank] += 1
         assert reached != before, "nothing can run"
     assert not any(queues.values())
+    return done
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 8])
 def test_tables_execute(pp):
-    execute(dualpipev(pp, 2 * pp + 3))
+    """Each micro-batch goes once forward and once back through each chunk, weights included."""
+    done = execute(dualpipev(pp, 2 * pp + 3))
+    for place in product(range(2 * pp), range(2 * pp + 3)):
+        forward, full, inputs, weights = (done[kind, *place] for kind in (F, B, I, W))
+        assert (forward, full + inputs, weights) == (1, 1, inputs), place
+    assert len(done) == done.total(), "nothing runs twice"
 
 
 def test_swapped_neighbours_are_refused_or_harmless():

@@ -30,7 +30,7 @@ def make_chunk(num_layers, *, is_first, is_last, dense=(), seed=0, dtype=torch.f
     return chunk
 
 
-def open_pass(chunk, batch, hidden=None, recompute="none"):
+def open_pass(chunk, batch, hidden=None, recompute="none", loss_scale=SCALE):
     return ChunkPass(
         chunk,
         batch,
@@ -38,7 +38,7 @@ def open_pass(chunk, batch, hidden=None, recompute="none"):
         place=(0, 0),
         hidden=hidden,
         balance=BALANCE,
-        loss_scale=SCALE,
+        loss_scale=loss_scale,
         recompute=recompute,
     )
 
@@ -103,16 +103,7 @@ def test_deferred_weight_gradients_are_the_experts_and_arrive_later():
 def test_evaluation_keeps_no_graph(recompute):
     chunk = make_chunk(2, is_first=True, is_last=True)
     batch = toy_batches(1)[0]
-    current = ChunkPass(
-        chunk,
-        batch,
-        Mesh.single(),
-        place=(0, 0),
-        hidden=None,
-        balance=BALANCE,
-        loss_scale=None,
-        recompute=recompute,
-    )
+    current = open_pass(chunk, batch, recompute=recompute, loss_scale=None)
     with torch.no_grad():
         run_operations(interleave(2, None), current, None, Streams(CPU))
     assert current.loss_sum > 0
