@@ -71,7 +71,7 @@ def three_updates(config: RunConfig, mesh: Mesh) -> tuple[list[float], bool, Blo
     for step in range(3):
         data = replace(config, train=replace(config.train, seed=step))
         sequences = parity_sequences(data, 8, CPU)
-        share = 8 // mesh.num_batch_ranks
+        share = 8 // mesh.config.num_batch_ranks
         mine = sequences[mesh.batch_rank * share : (mesh.batch_rank + 1) * share]
         _, norm = step_gradients(trainer, mine)
         clip_gradients(trainer.parameters, norm, 1.0)

@@ -72,7 +72,7 @@ class Run:
     def gradients(self, size=1, step=0):
         """One forward and backward; the losses, with gradients reduced."""
         batches = micro_batches(size, step)
-        share = len(batches) // self.mesh.num_batch_ranks
+        share = len(batches) // self.mesh.config.num_batch_ranks
         batches = batches[self.mesh.batch_rank * share : (self.mesh.batch_rank + 1) * share]
         for unit in self.units:
             unit.gather()
@@ -135,7 +135,7 @@ def auxiliary_gradients(config, sizes, labels):
         if mesh is None:
             continue
         run = Run(mesh, config, learns_language=False)
-        most = NUM_SEQUENCES // (2 * mesh.pp.size * mesh.num_batch_ranks)
+        most = NUM_SEQUENCES // (2 * mesh.pp.size * mesh.config.num_batch_ranks)
         for size in [size for size in sizes if size <= most]:
             run.pipeline.restore_counts(UNEVEN)
             losses = run.gradients(size)

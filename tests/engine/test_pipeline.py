@@ -79,7 +79,7 @@ def run_mesh(
     chunks, units, parameters = make_model(
         mesh, layers_per_chunk, dense, dtype, only_first=only_first
     )
-    share = NUM_BATCHES // mesh.num_batch_ranks
+    share = NUM_BATCHES // mesh.config.num_batch_ranks
     batches = toy_batches(NUM_BATCHES)[mesh.batch_rank * share : (mesh.batch_rank + 1) * share]
     pipeline = Pipeline(
         chunks,

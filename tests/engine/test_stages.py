@@ -47,7 +47,7 @@ def plain_step(chunk, batch, hidden=None, output_grad=None):
     """Reference: the same chunk by plain autograd; returns the output and gradients."""
     leaf = None if hidden is None else hidden.detach().requires_grad_()
     state, balance = (chunk.embed(batch) if leaf is None else leaf), 0
-    for layer in chunk.decoder_layers():
+    for layer in chunk.decoder_layers().values():
         state, routing = plain_layer(layer, state, batch)
         balance = (
             balance if routing is None else balance + plain_balance("sequence", routing, batch)
@@ -126,7 +126,7 @@ def recomputed_step(recompute, *, num_layers, dense, dtype, defer_weights=False,
     """Forward of one micro-batch, backward under the forward of another; all that it yields."""
     last = make_chunk(num_layers, is_first=False, is_last=True, dense=dense, dtype=dtype)
     first = make_chunk(2, is_first=True, is_last=False, dense=dense, seed=1, dtype=dtype)
-    for layer in (*last.decoder_layers(), *first.decoder_layers()):
+    for layer in (*last.decoder_layers().values(), *first.decoder_layers().values()):
         if prepare is not None:
             prepare(layer)
     one, two = toy_batches(3)[::2]

@@ -28,7 +28,6 @@ from pith_apps.plan import Machine, chosen_attention
 FIXED_FIELDS = ("model.", "train.seed:", "train.batch:", "train.sequence_length:", "optim.method:")
 """Beginnings of the changes that a resumed run refuses."""
 
-
 CAPABILITIES = (
     (
         "balance.method bias",
@@ -304,12 +303,6 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
             "data.standard_library is True beside data.training, data.held_out or data.tokenizer: "
             "leave those out or add --data.no-standard-library"
         )
-    if data.standard_library and vocab_size < STANDARD_LIBRARY_VOCABULARY:
-        found.append(
-            f"model.vocab_size is {vocab_size}: the standard library's tokenizer has "
-            f"{STANDARD_LIBRARY_VOCABULARY} ids; set --model.vocab-size "
-            f"{STANDARD_LIBRARY_VOCABULARY} or more"
-        )
     try:
         folders = config.folders
     except ValueError as error:
@@ -317,6 +310,13 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
     corpora = [("data.training", folders.training), ("data.held_out", folders.held_out)]
     if data.standard_library:
         corpora = [(path, folder) for path, folder in corpora if folder.exists()]
+        # Once they exist, they say it themselves.
+        if not corpora and vocab_size < STANDARD_LIBRARY_VOCABULARY:
+            found.append(
+                f"model.vocab_size is {vocab_size}: the standard library's tokenizer has "
+                f"{STANDARD_LIBRARY_VOCABULARY} ids; set --model.vocab-size "
+                f"{STANDARD_LIBRARY_VOCABULARY} or more"
+            )
     tokenizer = None
     try:
         tokenizer = tokenizer_hash(folders.tokenizer) if corpora else None

@@ -149,11 +149,11 @@ def _mix(value: int, key: int) -> int:
 
 
 def _local_range(mesh: Mesh, batch_size: int, micro_batch_size: int) -> range:
-    per_round = micro_batch_size * mesh.num_batch_ranks
+    per_round = micro_batch_size * mesh.config.num_batch_ranks
     if batch_size % per_round:
         raise ValueError(
             f"batch {batch_size} is not a multiple of micro-batch {micro_batch_size} x "
-            f"{mesh.num_batch_ranks} batch ranks (dp x ep) = {per_round}"
+            f"{mesh.config.num_batch_ranks} batch ranks (dp x ep) = {per_round}"
         )
     per_rank = batch_size // per_round
     return range(mesh.batch_rank * per_rank, (mesh.batch_rank + 1) * per_rank)

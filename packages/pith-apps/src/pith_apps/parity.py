@@ -351,7 +351,7 @@ def compare_mesh(
     trainer.pipeline.restore_counts(uneven_counts(config))
     weights = [block for p in trainer.parameters for block in _values(p)]
     weights_equal = all(torch.equal(b.tensor, _block_of(reference.weights, b)) for b in weights)
-    per_rank, size = len(sequences) // mesh.num_batch_ranks, config.train.micro_batch
+    per_rank, size = len(sequences) // mesh.config.num_batch_ranks, config.train.micro_batch
     mine = sequences[mesh.batch_rank * per_rank : (mesh.batch_rank + 1) * per_rank]
     batches = [
         shard_batch(_joined(mine[first : first + size]), mesh.cp)

@@ -169,9 +169,9 @@ class ModelChunk(nn.Module):
         self.is_first, self.is_last = is_first, is_last
         self.layers = nn.ModuleDict()
 
-    def decoder_layers(self) -> list[DecoderLayer]:
-        """The layers in order."""
-        return list(self.layers.values())  # type: ignore[arg-type]
+    def decoder_layers(self) -> dict[int, DecoderLayer]:
+        """Global number -> layer, in order, typed as the contract sees them."""
+        return {int(n): layer for n, layer in self.layers.items()}  # type: ignore[misc]
 
     def embed(self, batch: Batch) -> Tensor:
         """First chunk: token ids `[T]` -> hidden `[T, H]` in the compute dtype."""
@@ -207,6 +207,6 @@ def plain_hidden(chunks: list[ModelChunk], batch: Batch) -> Iterator[tuple[Tenso
     """Yield `(hidden, routing)` after every layer of a whole model."""
     hidden = chunks[0].embed(batch)
     for chunk in chunks:
-        for layer in chunk.decoder_layers():
+        for layer in chunk.decoder_layers().values():
             hidden, routing = plain_layer(layer, hidden, batch)
             yield hidden, routing

@@ -154,11 +154,6 @@ class Mesh:
         """Which share of the data this rank reads."""
         return self.dp.rank * self.ep.size + self.ep.rank
 
-    @property
-    def num_batch_ranks(self) -> int:
-        """Number of such shares."""
-        return self.config.num_batch_ranks
-
 
 def describe_mesh(config: MeshConfig, ranks_per_node: int) -> str:
     """A table: size and stride of each axis, whether it crosses nodes, what it carries."""

@@ -113,9 +113,9 @@ class Pipeline:
         """Set `expert_counts` from `saved_counts` of any mesh: all MoE layers or none."""
         chunks = self.chunks.values() if saved else ()
         self.expert_counts = {
-            int(number): torch.tensor(saved[number], dtype=torch.int64, device=self.device)
+            number: torch.tensor(saved[str(number)], dtype=torch.int64, device=self.device)
             for chunk in chunks
-            for number, layer in chunk.layers.items()
+            for number, layer in chunk.decoder_layers().items()
             if layer.num_local_experts
         }
 
@@ -156,27 +156,27 @@ class _Step:
         empty = torch.zeros(0, width, dtype=torch.int64, device=self.pipeline.device)
         totals = all_reduce(torch.cat([*counts, empty]), mesh.data)
         layers = [
-            int(number)
+            number
             for chunk in chunks
-            for number, layer in self.pipeline.chunks[chunk].layers.items()
+            for number, layer in self.pipeline.chunks[chunk].decoder_layers().items()
             if layer.num_local_experts
         ]
         if self.loss_scale is not None:
             self.pipeline.expert_counts = dict(zip(layers, totals, strict=True))
-        # Equal on all ranks of `data`: one of them adds its layers to the sums.
+        # Equal on all ranks of `data`: one of them adds its layers, and its worst in a place of pp.
         loads = layer_loads(totals)
         own = torch.cat([loads[:, 1:], torch.ones_like(loads[:, :1])], dim=1).sum(0)
-        own *= mesh.data.rank == 0
+        worst = loads.new_zeros(mesh.pp.size)
+        worst[mesh.pp.rank] = torch.cat([loads[:, 0], loads.new_zeros(1)]).max()
+        own = torch.cat([own, worst]) * (mesh.data.rank == 0)
         sums = all_reduce(torch.cat([self.sums, own]), mesh.world)
-        worst = torch.cat([loads[:, 0], loads.new_zeros(1)]).max()
-        all_reduce(worst, mesh.pp, op="max")
-        loss, balance, z_loss, dead_experts, entropy, num_layers = sums.tolist()
+        loss, balance, z_loss, dead_experts, entropy, num_layers, *max_loads = sums.tolist()
         return StepLosses(
             loss=loss / max(num_targets, 1),
             num_targets=num_targets,
             balance=balance / max(num_targets * num_layers, 1),
             z_loss=z_loss / max(num_targets * num_layers, 1),
-            max_load=worst.item(),
+            max_load=max(max_loads),
             dead_experts=round(dead_experts),
             load_entropy=entropy / max(num_layers, 1),
         )

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pith_engine.balance import BalanceConfig, auxiliary_losses, count_choices, load_factors
-from pith_engine.contract import Batch, DecoderLayer, ModelChunk, Routing
+from pith_engine.contract import Batch, ModelChunk, Routing
 from pith_engine.expert_parallel import (
     Arrival,
     Route,
@@ -118,7 +118,8 @@ class ChunkPass:
     """As in `Pipeline.expert_counts`."""
 
     def __post_init__(self):
-        self.layers: list[DecoderLayer] = self.chunk.decoder_layers()
+        numbered = self.chunk.decoder_layers()
+        self.layers, self.layer_numbers = list(numbered.values()), list(numbered)
         self.segments: dict[int, Segment] = {}
         self.expert_calls: dict[int, tuple[Tensor, Tensor, Arrival | None]] = {}
         """Leaf, root and order of the rows of a layer's experts; no order for a dense layer."""
@@ -158,7 +159,7 @@ class ChunkPass:
             counts = count_choices(routing, self.batch, self.balance.method)
             self.expert_counts.append(counts.sum(0))
             if self.loss_scale is not None:
-                previous = self.previous_counts.get(int([*self.chunk.layers][index]))
+                previous = self.previous_counts.get(self.layer_numbers[index])
                 method, cp = self.balance.method, self.mesh.cp
                 segment.factors = load_factors(method, counts, previous, cp)
                 self.auxiliary_sums += self._add_balance(segment, routing)
