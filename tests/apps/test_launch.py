@@ -121,7 +121,12 @@ def test_an_interrupt_ends_every_rank(tmp_path, number):
     process = start(tmp_path, WAIT="1")
     pids = wait_for_ranks(tmp_path, process)
     process.send_signal(number)
-    _, error = process.communicate(timeout=30)
+    assert process.stderr is not None
+    error = ""
+    while "pith: stopped" not in error and (line := process.stderr.readline()):
+        error += line
+    process.send_signal(number)  # an impatient user's second Ctrl-C
+    error += process.communicate(timeout=30)[1]
     assert process.returncode == 128 + number
     assert error.splitlines()[-1].startswith(
         f"pith: stopped by {number.name}; the same command resumes at the newest complete"

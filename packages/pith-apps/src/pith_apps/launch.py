@@ -68,6 +68,9 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
         )
         return 1
     except (SignalException, KeyboardInterrupt) as error:
+        # torch's handler raises even while Python exits: a second Ctrl-C would end in a traceback.
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ending, signal.SIG_IGN)
         number = error.sigval if isinstance(error, SignalException) else signal.SIGINT
         text = f"pith: stopped by {signal.Signals(number).name}"
         if arguments[0] == "pretrain":
