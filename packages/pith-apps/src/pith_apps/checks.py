@@ -76,7 +76,7 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
     ]
     if _sound(own, "nproc", "mesh"):
         found += _device_violations(config, machine)
-    if _sound(own, "model.head_dim"):
+    if _sound(own, "model"):
         try:
             chosen_attention(config)
         except ValueError as error:
@@ -280,10 +280,7 @@ def _model_violations(config: RunConfig, own: list[str]) -> list[str]:
         found += [
             f"model.{name} is {size}: allowed are multiples of 8 in bf16 on a GPU; "
             f"set --model.{name.replace('_', '-')} {size + 8 - size % 8}"
-            for name, size in [
-                ("hidden_size", model.hidden_size),
-                ("moe_intermediate_size", model.moe_intermediate_size),
-            ]
+            for name, size in model.aligned_sizes.items()
             if size % 8 and _sound(own, f"model.{name}")
         ]
     sound = _sound(own, "model.max_position_embeddings", "train.sequence_length")

@@ -44,9 +44,10 @@ def chosen_attention(config: RunConfig) -> AttentionBackend:
         config.train.attention,
         torch.device(config.train.device),
         torch_dtype(config.train.dtype),
-        config.model.head_dim,
-        config.model.head_dim,
+        config.model.query_dim,
+        config.model.value_dim,
         packed=False,
+        window=config.model.has_window,
     )
 
 
