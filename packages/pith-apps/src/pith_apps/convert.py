@@ -22,7 +22,13 @@ from pith_engine.checkpoint import (
     write_checkpoint,
 )
 from pith_engine.mesh import Mesh
-from pith_models.build import ModelConfig, canonical_tensors, model_config_from_hf, parameter_counts
+from pith_models.build import (
+    ModelConfig,
+    canonical_tensors,
+    model_config_from_hf,
+    parameter_counts,
+    skipped_keys,
+)
 from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
@@ -101,7 +107,7 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
     if existing := find_checkpoint(checkpoints):
         raise ValueError(f"{existing} would be resumed instead: choose another --name or remove it")
     layout = canonical_tensors(config)
-    tensors = HuggingFaceTensors(source, layout, torch.float32)
+    tensors = HuggingFaceTensors(source, layout, torch.float32, skipped_keys(config))
     print(f"importing {source}: {tensors.account}")
     total = parameter_counts(config).total
     with _progress("import", total) as bar:

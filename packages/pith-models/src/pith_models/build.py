@@ -15,7 +15,7 @@ from pith_ops.attention import AttentionBackend
 from torch import nn
 
 from pith_models.chunk import DecoderChunk
-from pith_models.hf import CanonicalTensor
+from pith_models.hf import CanonicalTensor, SkippedKeys
 from pith_models.qwen3_moe import (
     Qwen3MoeConfig,
     qwen3_moe_layer,
@@ -111,6 +111,13 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
     match config:
         case Qwen3MoeConfig():
             return qwen3_moe_tensors(config)
+
+
+def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
+    """Keys of the family's Hugging Face files that are left out on purpose."""
+    match config:
+        case Qwen3MoeConfig():
+            return ()
 
 
 def model_config_from_hf(fields: dict) -> ModelConfig:

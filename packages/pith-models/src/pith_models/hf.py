@@ -10,15 +10,18 @@ unexpected or of another shape is an error that lists it, before any value is re
 
 import json
 import shutil
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from fcntl import LOCK_EX, LOCK_NB, flock
 from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -39,6 +42,28 @@ COMPANION_FILES = (
 """Copied byte for byte."""
 
 
+class Rows(Enum):
+    """Which rows of every expert in a fused key, counted once it is not transposed."""
+
+    ALL = "all"
+    FIRST_HALF = "first half"
+    SECOND_HALF = "second half"
+    EVEN = "even"
+    ODD = "odd"
+
+
+@dataclass(frozen=True)
+class FusedKey:
+    """One key that holds all experts of a layer, and perhaps two canonical tensors."""
+
+    key: str
+    """Of a tensor `[E, rows, ...]`."""
+    rows: Rows = Rows.ALL
+    """The canonical tensor's."""
+    is_transposed: bool = False
+    """Whether it is `[E, columns, rows]`; no shape tells where the matrices are square."""
+
+
 @dataclass(frozen=True)
 class CanonicalTensor:
     """One tensor of a checkpoint and where Hugging Face files keep it."""
@@ -48,20 +73,71 @@ class CanonicalTensor:
     shape: tuple[int, ...]
     """Global shape."""
     keys: tuple[str, ...]
-    """Hugging Face keys: one, or one per expert for a stack."""
+    """One Hugging Face key, or one per expert for a stack; () where files only have `fused`."""
     is_expert_stack: bool = False
-    """Whether each key holds an expert's slice along dim 0 instead of the whole tensor."""
+    """Whether dim 0 counts experts, and each of `keys` holds one instead of the whole tensor."""
     copies: tuple[str, ...] = ()
     """Other keys under which a folder may hold the whole tensor again; never written."""
+    fused: FusedKey | None = None
+    """Where files that lack `keys` hold the stack; written only if there are no `keys`."""
+    keeps_float32: bool = False
+    """Whether files hold it in fp32, whatever their dtype."""
 
     @property
     def key_shape(self) -> tuple[int, ...]:
-        """The shape behind each key."""
+        """The shape behind each of `keys`."""
         return self.shape[1:] if self.is_expert_stack else self.shape
 
+    @property
+    def fused_shape(self) -> tuple[int, ...]:
+        """The shape behind `fused`."""
+        assert self.fused is not None, f"{self.name} has no fused key"
+        experts, rows, *columns = self.shape
+        rows *= 1 if self.fused.rows is Rows.ALL else 2
+        return (experts, *columns, rows) if self.fused.is_transposed else (experts, rows, *columns)
+
+    @property
+    def written(self) -> dict[str, tuple[int, ...]]:
+        """The keys that an export writes, with their shapes."""
+        if self.keys:
+            return dict.fromkeys(self.keys, self.key_shape)
+        assert self.fused is not None, f"{self.name} has no key"
+        return {self.fused.key: self.fused_shape}
+
     def slices(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Views of a tensor of `shape`, one per key."""
+        """Views of a tensor of `shape`, one per expert of a stack, else itself."""
         return tensor.unbind(0) if self.is_expert_stack else (tensor,)
+
+
+def gated_expert_tensors(
+    ours: str, theirs: str, num_experts: int, width: int, hidden: int
+) -> list[CanonicalTensor]:
+    """A layer's gate, up and down matrices, per expert or as transformers 5 fuses them."""
+    fused_keys = {
+        "gate_proj": FusedKey(f"{theirs}.gate_up_proj", Rows.FIRST_HALF),
+        "up_proj": FusedKey(f"{theirs}.gate_up_proj", Rows.SECOND_HALF),
+        "down_proj": FusedKey(f"{theirs}.down_proj"),
+    }
+    return [
+        CanonicalTensor(
+            f"{ours}_{name}",
+            (num_experts, *((hidden, width) if name == "down_proj" else (width, hidden))),
+            tuple(f"{theirs}.{expert}.{name}.weight" for expert in range(num_experts)),
+            is_expert_stack=True,
+            fused=fused,
+        )
+        for name, fused in fused_keys.items()
+    ]
+
+
+@dataclass(frozen=True)
+class SkippedKeys:
+    """Keys of a family's files that are left out on purpose."""
+
+    prefix: str
+    """What they start with, up to and with a dot."""
+    reason: str
+    """Ends the line that reports them."""
 
 
 class HuggingFaceTensors(Mapping[str, Tensor]):
@@ -71,36 +147,64 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
     `account` says in one line what became of the keys.
     """
 
-    def __init__(self, folder: Path, layout: Sequence[CanonicalTensor], dtype: torch.dtype):
+    def __init__(
+        self,
+        folder: Path,
+        layout: Sequence[CanonicalTensor],
+        dtype: torch.dtype,
+        skipped: Sequence[SkippedKeys] = (),
+    ):
         self._layout = {tensor.name: tensor for tensor in layout}
         self._dtype = dtype
-        self._files, shapes, dtypes = _read_headers(folder)
-        _check_keys(folder, layout, shapes)
+        headers = _read_headers(folder)
+        notes = []
+        for group in skipped:
+            keys = [key for key in headers if key.startswith(group.prefix)]
+            for key in keys:
+                del headers[key]
+            if keys:
+                name = group.prefix.removesuffix(".")
+                notes.append(f"; {len(keys)} keys of {name} skipped: {group.reason}")
+        self._headers = headers
+        self._parts = _decodable(headers)
+        _check_keys(folder, layout, headers, self._parts)
         self._check_copies(folder, layout)
-        new = str(dtype).removeprefix("torch.")
-        counts = sorted(Counter(old for old in dtypes.values() if old != new).items())
+        new = _dtype_name(dtype)
+        olds = [_dtype_name(_DTYPES[headers[parts[0]].dtype]) for parts in self._parts.values()]
+        counts = sorted(Counter(old for old in olds if old != new).items())
         changes = ", ".join(f"{number} keys {old} -> {new}" for old, number in counts) or "none"
         self.account = (
-            f"keys: {len(shapes)} loaded, 0 unexpected, 0 missing; dtype changes: {changes}"
+            f"keys: {len(headers)} loaded, 0 unexpected, 0 missing; dtype changes: {changes}"
+            + "".join(notes)
         )
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._layout[name]
+        return self._load(self._layout[name])
+
+    def _load(self, tensor: CanonicalTensor) -> Tensor:
+        fused = tensor.fused if _is_fused(tensor, self._parts) else None
+        if fused is None:
+            places: list[tuple[str, int | None]] = [(key, None) for key in tensor.keys]
+        else:
+            places = [(fused.key, expert) for expert in range(tensor.shape[0])]
         out = torch.empty(tensor.shape, dtype=self._dtype)
-        places: dict[Path, list[tuple[str, Tensor]]] = {}
-        for key, view in zip(tensor.keys, tensor.slices(out), strict=True):
-            places.setdefault(self._files[key], []).append((key, view))
-        for path, entries in places.items():
-            with safe_open(path, framework="pt") as file:
-                for key, view in entries:
-                    view.copy_(file.get_tensor(key))
+        paths = {self._headers[part].path for key, _ in places for part in self._parts[key]}
+        with ExitStack() as stack:
+            files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in paths}
+            for (key, expert), view in zip(places, tensor.slices(out), strict=True):
+                parts = []
+                for name in self._parts[key]:
+                    file = files[self._headers[name].path]
+                    whole = expert is None
+                    parts.append(file.get_tensor(name) if whole else file.get_slice(name)[expert])
+                value = _decode(*parts)
+                view.copy_(value if fused is None else _rows(value, fused))
         return out
 
     def _check_copies(self, folder: Path, layout: Sequence[CanonicalTensor]) -> None:
-        pairs = [(tensor, key) for tensor in layout for key in tensor.copies if key in self._files]
+        pairs = [(tensor, key) for tensor in layout for key in tensor.copies if key in self._parts]
         for tensor, key in pairs:
-            with safe_open(self._files[key], framework="pt") as file:
-                copy = file.get_tensor(key).to(self._dtype)
+            copy = self._load(CanonicalTensor(tensor.name, tensor.shape, (key,)))
             if not torch.equal(copy, self[tensor.name]):
                 raise ValueError(
                     f"{folder}: {key} differs from {tensor.keys[0]}, to which config.json ties it: "
@@ -135,10 +239,10 @@ def export_tensors(
 ) -> None:
     """Write a Hugging Face folder that transformers and vLLM open without an edit.
 
-    It gets its name when complete. `tensors` are asked for one at a time in the order of `layout`,
-    whose names they must have; the dtype is added to `config_fields`; `companions` is a folder
-    whose `COMPANION_FILES` are copied. A ValueError if `out` exists without `replace`, or the
-    tensors are not those of the layout.
+    It gets its name when complete. `tensors` are asked for one at a time and must have the names of
+    `layout`; the dtype is added to `config_fields`; `companions` is a folder whose
+    `COMPANION_FILES` are copied. A ValueError if `out` exists without `replace`, another process
+    writes it, or the tensors are not those of the layout.
     """
     if out.exists() and not replace:
         raise ValueError(f"{out} exists: choose another folder or remove it")
@@ -150,30 +254,52 @@ def export_tensors(
             f"the tensors are not those of this model: missing {_first(sorted(missing))}; "
             f"unexpected {_first(sorted(unexpected))}"
         )
-    temporary = out.with_name(out.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for name in COMPANION_FILES:
-        if companions is not None and (companions / name).is_file():
-            shutil.copyfile(companions / name, temporary / name)
-    fields = {**config_fields, "torch_dtype": str(dtype).removeprefix("torch.")}
-    _write_json(temporary / "config.json", fields)
-    _write_files(tensors, layout, temporary, dtype, max_file_bytes)
-    for path in temporary.glob("*.safetensors"):  # written with mode 0600
-        shutil.copymode(temporary / "config.json", path)
-    if out.exists():
-        replaced = out.with_name(out.name + ".replaced")
-        out.rename(replaced)
+    temporary, replaced = (out.with_name(f"{out.name}.{end}") for end in ("tmp", "replaced"))
+    with _held_folder(temporary) as lock:
+        for name in COMPANION_FILES:
+            if companions is not None and (companions / name).is_file():
+                shutil.copyfile(companions / name, temporary / name)
+        fields = {**config_fields, "torch_dtype": _dtype_name(dtype)}
+        _write_json(temporary / "config.json", fields)
+        _write_files(tensors, layout, temporary, dtype, max_file_bytes)
+        lock.unlink()
+        if out.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            out.rename(replaced)
         temporary.rename(out)
-        shutil.rmtree(replaced)
-    else:
-        temporary.rename(out)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _read_headers(
-    folder: Path,
-) -> tuple[dict[str, Path], dict[str, tuple[int, ...]], dict[str, str]]:
-    """Every key's file, shape and dtype, from the files' own headers."""
+@contextmanager
+def _held_folder(folder: Path) -> Generator[Path]:
+    """Hold a folder, emptied of what a killed process left, by the lock file that this yields."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / "lock"
+    with lock.open("a") as file:
+        try:
+            flock(file, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder} is being written by another process: wait for it") from None
+        except OSError as error:
+            warnings.warn(f"{folder} is not protected from a second export: {error}", stacklevel=4)
+        for left in folder.iterdir():
+            if left != lock:
+                left.unlink()
+        yield lock
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a file's header says of a key."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors names it."""
+
+
+def _read_headers(folder: Path) -> dict[str, _Header]:
+    """Every key of a folder, from the files themselves."""
     index_path = folder / INDEX_FILE
     has_index = index_path.is_file()
     index = _read_json(index_path).get("weight_map") if has_index else {}
@@ -185,41 +311,84 @@ def _read_headers(
         raise ValueError(
             f"{folder} lacks {_first(absent)}" + (", named by its index" if has_index else "")
         )
-    files, shapes, dtypes = {}, {}, {}
+    headers: dict[str, _Header] = {}
     for name in names:
+        path = folder / name
         try:
-            with safe_open(folder / name, framework="pt") as file:
+            with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 - not a dict
                     entry = file.get_slice(key)
-                    files[key] = folder / name
-                    shapes[key] = tuple(entry.get_shape())
-                    dtypes[key] = _SAFETENSORS_DTYPES.get(entry.get_dtype(), entry.get_dtype())
+                    headers[key] = _Header(path, tuple(entry.get_shape()), entry.get_dtype())
         except SafetensorError as error:
-            raise ValueError(f"{folder / name} is damaged: {error}") from None
+            raise ValueError(f"{path} is damaged: {error}") from None
     if has_index:
-        actual = {key: path.name for key, path in files.items()}
+        actual = {key: header.path.name for key, header in headers.items()}
         odd = sorted(dict(index.items() ^ actual.items()))
         if odd:
             raise ValueError(f"{index_path} and the files disagree about {_first(odd)}")
-    return files, shapes, dtypes
+    return headers
+
+
+def _decodable(headers: Mapping[str, _Header]) -> dict[str, tuple[str, ...]]:
+    """The keys that `_decode` makes of a folder's, each with those that it needs."""
+    return {key: (key,) for key in headers}
+
+
+def _decode(value: Tensor) -> Tensor:
+    return value
+
+
+def _is_fused(tensor: CanonicalTensor, present: Mapping[str, object]) -> bool:
+    return tensor.fused is not None and (not tensor.keys or tensor.fused.key in present)
+
+
+def _rows(stored: Tensor, fused: FusedKey) -> Tensor:
+    """The view of an expert's part of a fused key that is ours."""
+    ours = stored.mT if fused.is_transposed else stored
+    half = len(ours) // 2
+    match fused.rows:
+        case Rows.ALL:
+            return ours
+        case Rows.FIRST_HALF:
+            return ours[:half]
+        case Rows.SECOND_HALF:
+            return ours[half:]
+        case Rows.EVEN:
+            return ours[::2]
+        case Rows.ODD:
+            return ours[1::2]
 
 
 def _check_keys(
-    folder: Path, layout: Sequence[CanonicalTensor], shapes: Mapping[str, tuple[int, ...]]
+    folder: Path,
+    layout: Sequence[CanonicalTensor],
+    headers: Mapping[str, _Header],
+    parts: Mapping[str, tuple[str, ...]],
 ) -> None:
-    needed = {key for tensor in layout for key in tensor.keys}
-    wanted = {k: tensor.key_shape for tensor in layout for k in (*tensor.keys, *tensor.copies)}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for tensor in layout:
+        if tensor.fused is not None and _is_fused(tensor, parts):
+            wanted[tensor.fused.key] = tensor.fused_shape
+        else:
+            wanted |= dict.fromkeys(tensor.keys, tensor.key_shape)
+    missing = wanted.keys() - parts.keys()
+    wanted |= {key: tensor.shape for tensor in layout for key in tensor.copies if key in parts}
+    shapes = {key: headers[key].shape for key in wanted.keys() & headers.keys()}
     wrong_shapes = [
-        f"{key} {list(shapes[key])}, expected {list(wanted[key])}"
-        for key in sorted(wanted.keys() & shapes.keys())
-        if shapes[key] != wanted[key]
+        f"{key} {list(shape)}, expected {list(wanted[key])}"
+        for key, shape in sorted(shapes.items())
+        if shape != wanted[key]
+    ]
+    wrong_dtypes = [
+        f"{key} {headers[key].dtype}" for key in sorted(shapes) if headers[key].dtype not in _DTYPES
     ]
     faults = [
         f"{label} ({len(keys)}): {_first(keys)}"
         for label, keys in (
-            ("missing keys", sorted(needed - shapes.keys())),
-            ("unexpected keys", sorted(shapes.keys() - wanted.keys())),
+            ("missing keys", sorted(missing)),
+            ("unexpected keys", sorted(headers.keys() - wanted.keys())),
             ("wrong shapes", wrong_shapes),
+            ("dtypes that are not implemented", wrong_dtypes),
         )
         if keys
     ]
@@ -234,42 +403,97 @@ def _write_files(
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> None:
-    weight_map = _plan_files(layout, dtype, max_file_bytes)
-    pending: dict[str, Tensor] = {}
-    name = weight_map[layout[0].keys[0]]
+    places = _create_files(layout, folder, dtype, max_file_bytes)
+    sharing: dict[str, list[CanonicalTensor]] = {}
     for tensor in layout:
-        value = tensors[tensor.name]
-        if tuple(value.shape) != tensor.shape:
-            raise ValueError(f"{tensor.name} is {list(value.shape)}, expected {tensor.shape}")
-        # One clone per key: a file stores each tensor whole, not a view into the stack.
-        for key, view in zip(tensor.keys, tensor.slices(value.detach()), strict=True):
-            if weight_map[key] != name:
-                save_file(pending, folder / name, metadata={"format": "pt"})
-                pending, name = {}, weight_map[key]
-            pending[key] = view.to("cpu", dtype, copy=True).contiguous()
-    save_file(pending, folder / name, metadata={"format": "pt"})
-    if name != SINGLE_FILE:
-        total = sum(prod(tensor.shape) for tensor in layout)
-        metadata = {"total_size": total * dtype.itemsize, "total_parameters": total}
-        _write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
+        sharing.setdefault(next(iter(tensor.written)), []).append(tensor)
+    for key, members in sharing.items():
+        stored = places[key]
+        fused = torch.empty(0 if members[0].keys else stored.shape, dtype=stored.dtype)
+        for tensor in members:
+            value = tensors[tensor.name]
+            if tuple(value.shape) != tensor.shape:
+                raise ValueError(f"{tensor.name} is {list(value.shape)}, expected {tensor.shape}")
+            slices = tensor.slices(value.detach())
+            if tensor.keys:
+                for own_key, view in zip(tensor.keys, slices, strict=True):
+                    places[own_key].write(view)
+            elif tensor.fused is not None:
+                for expert, view in zip(fused, slices, strict=True):
+                    _rows(expert, tensor.fused).copy_(view)
+        if not members[0].keys:
+            stored.write(fused)
 
 
-def _plan_files(
-    layout: Sequence[CanonicalTensor], dtype: torch.dtype, max_file_bytes: int
-) -> dict[str, str]:
-    """The file name of every key."""
-    numbers: dict[str, int] = {}
-    number, filled = 1, 0
+@dataclass(frozen=True)
+class _Place:
+    """Where an exported key goes."""
+
+    path: Path
+    offset: int
+    """Bytes from the start of the file."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def write(self, tensor: Tensor) -> None:
+        flat = tensor.to("cpu", self.dtype).flatten().view(torch.uint8)
+        with self.path.open("r+b") as file:
+            file.seek(self.offset)
+            file.write(flat.numpy())
+
+
+def _create_files(
+    layout: Sequence[CanonicalTensor], folder: Path, dtype: torch.dtype, max_file_bytes: int
+) -> dict[str, _Place]:
+    """Write the index and the files, values missing; return where every key goes.
+
+    safetensors' own writer needs a file's tensors at once.
+    """
+    files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
+    filled = total_size = total = 0
+    seen: set[str] = set()
     for tensor in layout:
-        size = prod(tensor.key_shape) * dtype.itemsize
-        for key in tensor.keys:
+        written_dtype = torch.float32 if tensor.keeps_float32 else dtype
+        for key, shape in tensor.written.items():
+            if key in seen:  # the other half of a fused key
+                continue
+            seen.add(key)
+            size = prod(shape) * written_dtype.itemsize
             if filled and filled + size > max_file_bytes:
-                number, filled = number + 1, 0
-            numbers[key] = number
-            filled += size
-    if number == 1:
-        return dict.fromkeys(numbers, SINGLE_FILE)
-    return {key: f"model-{i:05}-of-{number:05}.safetensors" for key, i in numbers.items()}
+                files.append({})
+                filled = 0
+            files[-1][key] = shape, written_dtype
+            filled, total_size, total = filled + size, total_size + size, total + prod(shape)
+    assert total == sum(prod(tensor.shape) for tensor in layout), "a fused key is not covered once"
+    names = {own: name for name, own in _DTYPES.items()}
+    places: dict[str, _Place] = {}
+    for number, entries in enumerate(files, start=1):
+        name = (
+            f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else SINGLE_FILE
+        )
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        starts, end = {}, 0
+        # safetensors' order: the widest first, so that every tensor is aligned.
+        for key, (shape, own) in sorted(entries.items(), key=lambda e: (-e[1][1].itemsize, e[0])):
+            starts[key], end = end, end + prod(shape) * own.itemsize
+            offsets = [starts[key], end]
+            header[key] = {"dtype": names[own], "shape": list(shape), "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / name).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+        for key, (shape, own) in entries.items():
+            places[key] = _Place(folder / name, 8 + len(text) + starts[key], shape, own)
+    if len(files) > 1:
+        metadata = {"total_size": total_size, "total_parameters": total}
+        weight_map = {key: place.path.name for key, place in places.items()}
+        _write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
+    return places
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _read_json(path: Path) -> dict:
@@ -291,4 +515,9 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + more if names else "none"
 
 
-_SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}

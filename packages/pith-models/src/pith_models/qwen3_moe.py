@@ -31,7 +31,7 @@ from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
-from pith_models.hf import CanonicalTensor
+from pith_models.hf import CanonicalTensor, gated_expert_tensors
 from pith_models.hf_config import HfConfigReader, rope_hf_fields
 
 
@@ -306,7 +306,7 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
     """Every tensor of the whole model, in order."""
     V, H, D = config.vocab_size, config.hidden_size, config.head_dim
     q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
-    E, I = config.num_experts, config.moe_intermediate_size
+    E = config.num_experts
     tied, head = config.tie_word_embeddings, "lm_head.weight"
     embedding_keys, copies = ("model.embed_tokens.weight",), (head,) if tied else ()
     tensors = [CanonicalTensor("embedding", (V, H), embedding_keys, copies=copies)]
@@ -322,10 +322,8 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
             ("self_attention.o_proj", (H, q_width), "self_attn.o_proj"),
             ("mlp_norm", (H,), "post_attention_layernorm"),
         ]
-        stacks = {}
         if config.is_sparse(layer):
             plain.append(("router", (E, H), "mlp.gate"))
-            stacks = {"gate_proj": (E, I, H), "up_proj": (E, I, H), "down_proj": (E, H, I)}
         else:
             width = config.intermediate_size
             shapes = {"gate_proj": (width, H), "up_proj": (width, H), "down_proj": (H, width)}
@@ -334,11 +332,9 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
             CanonicalTensor(f"{ours}.{name}", shape, (f"{theirs}.{key}.weight",))
             for name, shape, key in plain
         ]
-        for name, shape in stacks.items():
-            keys = tuple(f"{theirs}.mlp.experts.{e}.{name}.weight" for e in range(E))
-            tensors.append(
-                CanonicalTensor(f"{ours}.experts_{name}", shape, keys, is_expert_stack=True)
-            )
+        if config.is_sparse(layer):
+            stem, width = f"{theirs}.mlp.experts", config.moe_intermediate_size
+            tensors += gated_expert_tensors(f"{ours}.experts", stem, E, width, H)
     tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
     if not tied:
         tensors.append(CanonicalTensor("head", (V, H), (head,)))
