@@ -125,10 +125,7 @@ def _train(
     data = TrainingData(
         corpus.tokens,
         trainer.mesh,
-        sequence_length=config.train.sequence_length,
-        batch_size=config.train.batch,
-        micro_batch_size=config.train.micro_batch,
-        seed=config.train.seed,
+        config.train,
         vocab_size=config.model.vocab_size,
         device=trainer.device,
     )
