@@ -7,7 +7,7 @@ widest activations; here the backward computes it once more:
 
 The trap: `silu(gate)` is rounded before the product, so that bf16 outputs equal Hugging Face's.
 
-GPT-OSS clamps (a gate from above only) and shifts, here in fp32 and rounded once:
+GPT-OSS clamps and shifts, here in fp32 or wider, rounded once:
 
     g = min(gate, limit)    u = clamp(up, -limit, limit)    s = sigmoid(alpha * g)
     y = (u + 1) * g * s
@@ -37,7 +37,7 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate_up: Tensor, *, limit: float, alpha: float) -> Tensor:
-    """GPT-OSS's: `gate_up [..., 2I]`, gate first, -> `[..., I]` in the same dtype."""
+    """GPT-OSS's, of the same shapes."""
     _check_halves(gate_up)
     return _ClampedSwiGLU.apply(gate_up, limit, alpha)
 
