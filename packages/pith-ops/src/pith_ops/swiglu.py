@@ -84,8 +84,8 @@ class _ClampedSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,), limit, alpha = ctx.saved_tensors, ctx.limit, ctx.alpha
         gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
-        # As with torch's clamp, a value at the limit takes its gradient.
-        free_gate, free_up = gate <= limit, up.abs() <= limit
+        # A value at its limit counts as clamped; torch's own clamp differs between versions.
+        free_gate, free_up = gate < limit, up.abs() < limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         s = (alpha * gate).sigmoid()
         grad_gate = grad * (up + 1) * s * (1 + alpha * gate * (1 - s))
