@@ -290,6 +290,19 @@ def test_a_fault_in_one_rank_ends_the_job_before_the_update(tmp_path, fault, nam
     assert [path.name for path in checkpoints] == ["step-00000001", "step-00000002"]
 
 
+def test_weights_that_are_not_finite_are_never_saved(tmp_path):
+    """An update may overflow fp32 while its gradient is finite; the checkpoint before it stays."""
+    run = ["pretrain", *TINY, "--name", "huge", "--checkpoint.keep", "1", "--train.steps"]
+    pith(tmp_path, *run, "2")
+    process = start(tmp_path, *run, "3", "--lr.peak", "1e39")
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "step 3: weights not finite in embedding on rank 0" in error
+    kept = [path.name for path in (tmp_path / "runs" / "huge" / "checkpoints").iterdir()]
+    assert kept == ["step-00000002"]
+    assert "resumed at step 2" in pith(tmp_path, *run, "3")
+
+
 def test_changed_fields_names_paths_in_both_trees():
     old = {"a": 1, "b": {"c": 2, "d": [1]}, "gone": 0}
     new = {"a": 1, "b": {"c": 3, "d": [1, 2]}, "added": 0}

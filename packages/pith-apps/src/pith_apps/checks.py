@@ -248,6 +248,9 @@ def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
             f"runs_folder is {str(config.runs_folder)!r}: {existing} is not a folder that this user"
             f" can write to; set --runs-folder to one that is"
         )
+    checkpoints = config.checkpoint_folder
+    if _sound(own, "name") and os.path.lexists(checkpoints) and not checkpoints.is_dir():
+        found.append(f"{checkpoints} is not a folder: remove it or set another --name")
     return found
 
 

@@ -29,7 +29,11 @@ from pith_engine.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from pith_engine.gradients import clip_gradients, raise_if_not_finite
+from pith_engine.gradients import (
+    clip_gradients,
+    raise_if_not_finite,
+    raise_if_weights_not_finite,
+)
 from pith_engine.lr import learning_rate
 from pith_engine.muon import Muon
 from pith_engine.optim import AdamW, describe_groups
@@ -197,6 +201,7 @@ def _save(
 ) -> None:
     """Write the checkpoint of the step that just ended, then delete those beyond `keep`."""
     start = time.perf_counter()
+    raise_if_weights_not_finite(trainer.parameters, log.step, trainer.mesh)
     facts = {
         "config": config_record(config),
         "corpus": corpus.meta.sha256,
