@@ -27,7 +27,12 @@ from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
 
-from pith_apps.corpus import named_eos_token, open_tokenizer, tokenizer_hash
+from pith_apps.corpus import (
+    named_eos_token,
+    open_tokenizer,
+    raise_if_too_large,
+    tokenizer_hash,
+)
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -69,6 +74,7 @@ def export_checkpoint(
         digest = tokenizer_hash(companions)
         if manifest.run.get("tokenizer", digest) != digest:
             raise ValueError(f"tokenizer {companions} is not the one of the run: name that")
+        raise_if_too_large(companions, config.vocab_size)
     layout = canonical_tensors(config)
     total = parameter_counts(config).total
     with _progress("export", total) as bar:
@@ -88,7 +94,8 @@ def export_checkpoint(
 def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> Path:
     """Write a Hugging Face folder as a run's checkpoint of step 0, and return its path.
 
-    A ValueError if the folder holds another model than `config`, or the run has a checkpoint.
+    A ValueError if the folder holds another model than `config` or a larger tokenizer, or the run
+    has a checkpoint.
     """
     theirs, ours = asdict(model_config_from_hf(read_hf_config(source))), asdict(config)
     different = [
@@ -100,6 +107,8 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
         raise ValueError("the recipe describes another model: " + "; ".join(different))
     if existing := find_checkpoint(checkpoints):
         raise ValueError(f"{existing} would be resumed instead: choose another --name or remove it")
+    if (source / "tokenizer.json").exists():
+        raise_if_too_large(source, config.vocab_size)
     layout = canonical_tensors(config)
     tensors = HuggingFaceTensors(source, layout, torch.float32)
     print(f"importing {source}: {tensors.account}")
