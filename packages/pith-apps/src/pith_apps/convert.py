@@ -33,6 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pith_apps.checks import hf_model_changes
+from pith_apps.config import model_record
 from pith_apps.corpus import (
     named_eos_token,
     open_tokenizer,
@@ -124,7 +125,7 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
             )
             for tensor in layout
         ]
-        facts = {"imported_from": str(source), "config": {"model": ours}}
+        facts = {"imported_from": str(source), "config": {"model": model_record(config)}}
         path = write_checkpoint(checkpoints, 0, blocks, facts)
     print(f"imported {source} to {path}: {len(layout)} tensors, {total * 4 / 1e6:,.1f} MB")
     return path
