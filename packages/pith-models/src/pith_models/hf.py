@@ -345,8 +345,10 @@ def _check_keys(
     """Return, for every key that is read, the names in the files that `_decode` needs."""
     wanted: dict[str, tuple[int, ...]] = {}
     for tensor in layout:
-        is_fused = tensor.fused is not None and tensor.fused.key in headers
-        wanted |= {tensor.fused.key: tensor.fused_shape} if is_fused else tensor.written
+        if tensor.fused is not None and tensor.fused.key in headers:
+            wanted[tensor.fused.key] = tensor.fused_shape
+        else:
+            wanted |= tensor.written
         wanted |= {key: tensor.shape for key in tensor.copies if key in headers}
     parts = {key: _parts(key, shape, headers) for key, shape in wanted.items()}
     needed = {name: facts for part in parts.values() for name, facts in part.items()}
@@ -444,7 +446,7 @@ class _Place:
         flat = tensor.to("cpu", self.dtype).flatten().view(torch.uint8)
         with self.path.open("r+b") as file:
             file.seek(self.offset)
-            file.write(flat.numpy())
+            file.write(flat.numpy().data)
 
 
 def _create_files(
