@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_USES = 4
+MAX_USES = 3
 
 
 def main(names: list[str]) -> int:
@@ -24,30 +24,33 @@ def main(names: list[str]) -> int:
         return 1
     files = {path: path.read_text() for path in sorted(ROOT.glob("packages/*/src/**/*.py"))}
     trees = {path: ast.parse(text) for path, text in files.items()}
-    unknown = [name for name in names if not show(name, files, trees)]
+    places = {name: definitions(name, trees) for name in names}
+    # A use inside another definition that is printed anyway needs no line of its own.
+    printed = {(path, n) for found in places.values() for path, lines in found for n in lines}
+    for name, found in places.items():
+        for path, lines in found:
+            print(path.relative_to(ROOT))
+            text = files[path].splitlines()
+            print("\n".join(f"{number} {text[number - 1]}" for number in lines))
+        if found and not name.endswith(".py"):
+            show_uses(name.rpartition(":")[2], files, trees, printed)
+    unknown = [name for name, found in places.items() if not found]
     if unknown:
         print(f"no such name: {', '.join(unknown)}")
     return 1 if unknown else 0
 
 
-def show(name: str, files: dict[Path, str], trees: dict[Path, ast.Module]) -> bool:
-    """Print one name and its uses; whether it was found."""
-    found = False
+def definitions(name: str, trees: dict[Path, ast.Module]) -> list[tuple[Path, range]]:
+    """Files and lines of a name's definitions, decorators included, or of a file's docstring."""
     module, _, symbol = name.rpartition(":")
-    for path, text in files.items():
+    found = []
+    for path, tree in trees.items():
         if module and path.name != module:
             continue
-        tree = trees[path]
-        nodes = [tree.body[0]] if path.name == name else find(tree, symbol)
-        for node in nodes:
-            found = True
+        for node in [tree.body[0]] if path.name == name else find(tree, symbol):
             decorators = getattr(node, "decorator_list", [])
             first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-            print(f"{path.relative_to(ROOT)}")
-            for number, line in enumerate(text.splitlines()[first - 1 : node.end_lineno], first):
-                print(f"{number:>5}  {line}")
-    if found and not name.endswith(".py"):
-        show_uses(symbol, files, trees)
+            found.append((path, range(first, (node.end_lineno or first) + 1)))
     return found
 
 
@@ -73,8 +76,13 @@ def defined(node: ast.stmt) -> list[str]:
     return []
 
 
-def show_uses(name: str, files: dict[Path, str], trees: dict[Path, ast.Module]) -> None:
-    """Print lines that use a name; definitions, imports, comments and strings are left out."""
+def show_uses(
+    name: str,
+    files: dict[Path, str],
+    trees: dict[Path, ast.Module],
+    printed: set[tuple[Path, int]],
+) -> None:
+    """Print lines that use a name and are not printed; no definitions, imports, strings."""
     owner, _, word = name.rpartition(".")
     word = owner if word == "__init__" else word
     pattern = re.compile(rf"\.{word}\b" if owner and word != owner else rf"(?<![\w.]){word}\b")
@@ -88,14 +96,14 @@ def show_uses(name: str, files: dict[Path, str], trees: dict[Path, ast.Module]) 
         ]
         strings = string_lines(trees[path]) if found else set()
         uses += [
-            f"  used {path.relative_to(ROOT)}:{number}: {line.strip()}"
+            f"used {path.relative_to(ROOT)}:{number}: {line.strip()}"
             for number, line in found
-            if number not in strings
+            if number not in strings and (path, number) not in printed
         ]
-    print("\n".join(uses[:MAX_USES]))
+    for line in uses[:MAX_USES]:
+        print(line)
     if len(uses) > MAX_USES:
-        print(f"  and {len(uses) - MAX_USES} more")
-    print()
+        print(f"and {len(uses) - MAX_USES} more")
 
 
 def string_lines(tree: ast.Module) -> set[int]:

@@ -29,7 +29,7 @@ from pith_engine.fsdp import ShardingConfig, Unit
 from pith_engine.init import initialise
 from pith_engine.mesh import Mesh
 from pith_engine.pipeline import Pipeline
-from pith_models.qwen3_moe import Qwen3MoeChunk
+from pith_models.chunk import DecoderChunk
 from pith_ops.cross_entropy import linear_cross_entropy
 from pith_ops.rms_norm import rms_norm
 from tiny_run import tiny_run
@@ -178,11 +178,11 @@ def every_replica_in_the_norm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def head_without_gradient() -> Iterator[None]:
-    def loss(self: Qwen3MoeChunk, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def loss(self: DecoderChunk, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         normed = rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
         return linear_cross_entropy(normed, self.head.detach(), batch.targets, IGNORED_TARGET)
 
-    with patch.object(Qwen3MoeChunk, "loss", loss):
+    with patch.object(DecoderChunk, "loss", loss):
         yield
 
 

@@ -16,6 +16,7 @@ from pith_models.build import (
 )
 from pith_models.qwen3_moe import Qwen3MoeConfig
 from pith_ops.attention import AttentionBackend
+from pith_ops.rope import Yarn
 from transformers import Qwen3MoeConfig as TheirConfig
 
 # The published config.json of Qwen3-30B-A3B, in the spelling of transformers 4.
@@ -216,21 +217,37 @@ def test_both_spellings_read_alike():
         TINY,
         replace(TINY, decoder_sparse_step=2, rope_theta=5e5),
         replace(TINY, tie_word_embeddings=True),
+        replace(TINY, rope_scaling=Yarn(factor=4.0, original_max_position_embeddings=64)),
     ],
 )
 def test_exported_config_reads_back(config: Qwen3MoeConfig):
     assert model_config_from_hf(config.to_hf()) == config
     theirs = TheirConfig(**config.to_hf())
     assert theirs.rope_parameters["rope_theta"] == config.rope_theta
+    assert theirs.rope_parameters["rope_type"] == ("yarn" if config.rope_scaling else "default")
     assert theirs.tie_word_embeddings == config.tie_word_embeddings
     assert model_config_from_hf(theirs.to_diff_dict()) == config
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "mixtral"}, "model_type = 'mixtral': implemented are ['qwen3_moe']"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta": 1.0}},
+            "rope_scaling: missing ['original_max_position_embeddings'], unknown ['beta']",
+        ),
+        (
+            {"rope_scaling": {**YARN, "factor": 0.5}},
+            "model.rope_scaling.factor = 0.5: must be finite and at least 1",
+        ),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8.0}},
+            "rope_scaling and rope_parameters contradict each other",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling.rope_type"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type = ['llama3']"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling: ['factor'] have no meaning"),
@@ -245,6 +262,7 @@ def test_exported_config_reads_back(config: Qwen3MoeConfig):
         ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window = True"),
         ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size = 512"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size: missing"),
         ({"hidden_size": "2048"}, "model.hidden_size is '2048', of type str: allowed is int"),
         ({"mlp_only_layers": 3}, "model.mlp_only_layers is 3, of type int"),

@@ -8,7 +8,6 @@ same bytes; a trained fp32 weight exported in bf16 is rounded.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +21,19 @@ from pith_engine.checkpoint import (
     write_checkpoint,
 )
 from pith_engine.mesh import Mesh
-from pith_models.build import ModelConfig, canonical_tensors, model_config_from_hf, parameter_counts
+from pith_engine.violations import raise_violations
+from pith_models.build import (
+    ModelConfig,
+    canonical_tensors,
+    parameter_counts,
+    skipped_keys,
+)
 from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
 
+from pith_apps.checks import hf_model_changes
+from pith_apps.config import model_record
 from pith_apps.corpus import (
     named_eos_token,
     open_tokenizer,
@@ -97,20 +104,13 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
     A ValueError if the folder holds another model than `config` or a larger tokenizer, or the run
     has a checkpoint.
     """
-    theirs, ours = asdict(model_config_from_hf(read_hf_config(source))), asdict(config)
-    different = [
-        f"model.{name} is {ours[name]}, {source} has {value}"
-        for name, value in theirs.items()
-        if ours[name] != value
-    ]
-    if different:
-        raise ValueError("the recipe describes another model: " + "; ".join(different))
+    raise_violations(hf_model_changes(source, config), "the recipe describes another model")
     if existing := find_checkpoint(checkpoints):
         raise ValueError(f"{existing} would be resumed instead: choose another --name or remove it")
     if (source / "tokenizer.json").exists():
         raise_if_too_large(source, config.vocab_size)
     layout = canonical_tensors(config)
-    tensors = HuggingFaceTensors(source, layout, torch.float32)
+    tensors = HuggingFaceTensors(source, layout, torch.float32, skipped_keys(config))
     print(f"importing {source}: {tensors.account}")
     total = parameter_counts(config).total
     with _progress("import", total) as bar:
@@ -125,7 +125,7 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
             )
             for tensor in layout
         ]
-        facts = {"imported_from": str(source), "config": {"model": ours}}
+        facts = {"imported_from": str(source), "config": {"model": model_record(config)}}
         path = write_checkpoint(checkpoints, 0, blocks, facts)
     print(f"imported {source} to {path}: {len(layout)} tensors, {total * 4 / 1e6:,.1f} MB")
     return path

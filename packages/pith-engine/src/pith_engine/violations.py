@@ -7,7 +7,8 @@ before the tree exists.
 """
 
 from collections.abc import Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
+from math import inf
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -18,22 +19,38 @@ def raise_violations(violations: Sequence[str], what: str) -> None:
         raise ValueError(f"{what}:" + "".join(f"\n  - {violation}" for violation in violations))
 
 
+def size_violations(config: Any, *, may_be_zero: Sequence[str] = ()) -> list[str]:
+    """Integers below 1 and floats not above 0 and finite among a model's own fields."""
+    found = []
+    for field in fields(config):
+        value, least = getattr(config, field.name), 0 if field.name in may_be_zero else 1
+        if field.type is int and value < least:
+            found.append(f"model.{field.name} = {value}: must be at least {least}")
+        if field.type is float and not 0 < value < inf:
+            found.append(f"model.{field.name} = {value}: must be positive and finite")
+    return found
+
+
 def type_violations(values: Any, annotation: Any, path: str) -> list[str]:
     """Where `values`, a dataclass as `asdict` gives it, holds a value of another type.
 
-    An int serves as a float, a bool not as a number.
+    An int serves as a float, a bool not as a number. A union means its member of these fields.
     """
-    hints = get_type_hints(annotation) if is_dataclass(annotation) else {}
-    if hints and isinstance(values, dict) and values.keys() == hints.keys():
-        prefix = f"{path}." if path else ""
-        return [
-            line
-            for name, value in values.items()
-            for line in type_violations(value, hints[name], prefix + name)
-        ]
+    is_union = get_origin(annotation) in (Union, UnionType)
+    members = get_args(annotation) if is_union else (annotation,)
+    for member in members:
+        hints = get_type_hints(member) if is_dataclass(member) else {}
+        if hints and isinstance(values, dict) and values.keys() == hints.keys():
+            prefix = f"{path}." if path else ""
+            return [
+                line
+                for name, value in values.items()
+                for line in type_violations(value, hints[name], prefix + name)
+            ]
     if _has_type(values, annotation):
         return []
-    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    names = [m.__name__ if isinstance(m, type) else str(m) for m in members]
+    name = " | ".join(names).replace("NoneType", "None")
     return [f"{path} is {values!r}, of type {type(values).__name__}: allowed is {name}"]
 
 

@@ -12,11 +12,13 @@ from pith_engine.mesh import Mesh
 from pith_engine.partition import partition_violations
 from pith_engine.violations import raise_violations
 from pith_ops.attention import AttentionBackend
+from torch import nn
 
-from pith_models.hf import CanonicalTensor
+from pith_models.chunk import DecoderChunk
+from pith_models.hf import CanonicalTensor, SkippedKeys
 from pith_models.qwen3_moe import (
-    Qwen3MoeChunk,
     Qwen3MoeConfig,
+    qwen3_moe_layer,
     qwen3_moe_layer_flops,
     qwen3_moe_tensors,
 )
@@ -73,23 +75,35 @@ def build_chunks(
     chunks: list[ModelChunk] = []
     for chunk in (mesh.pp.rank, num_chunks - 1 - mesh.pp.rank):
         start, is_last = sum(layers_per_chunk[:chunk]), chunk == num_chunks - 1
-        match config:
-            case Qwen3MoeConfig():
-                # Rank 0 holds the first chunk and the last: one tensor serves both.
-                tied = config.tie_word_embeddings and is_last
-                chunks.append(
-                    Qwen3MoeChunk(
-                        config,
-                        range(start, start + layers_per_chunk[chunk]),
-                        num_local_experts=config.num_experts // mesh.ep.size,
-                        attention_backend=attention_backend,
-                        cp=mesh.cp,
-                        is_first=chunk == 0,
-                        is_last=is_last,
-                        tied_embedding=chunks[0].get_parameter("embedding") if tied else None,
-                    )
-                )
+        layers = {
+            layer: _decoder_layer(config, layer, mesh, attention_backend)
+            for layer in range(start, start + layers_per_chunk[chunk])
+        }
+        tied = config.tie_word_embeddings and is_last
+        chunks.append(
+            DecoderChunk(
+                layers,
+                vocab_size=config.vocab_size,
+                hidden_size=config.hidden_size,
+                initial_std=config.initializer_range,
+                norm_epsilon=config.rms_norm_eps,
+                is_first=chunk == 0,
+                is_last=is_last,
+                tied_embedding=chunks[0].get_parameter("embedding") if tied else None,
+            )
+        )
     return chunks
+
+
+def _decoder_layer(
+    config: ModelConfig, layer: int, mesh: Mesh, backend: AttentionBackend
+) -> nn.Module:
+    experts = config.num_experts // mesh.ep.size
+    match config:
+        case Qwen3MoeConfig():
+            return qwen3_moe_layer(
+                config, layer, num_local_experts=experts, attention_backend=backend, cp=mesh.cp
+            )
 
 
 def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
@@ -97,6 +111,13 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
     match config:
         case Qwen3MoeConfig():
             return qwen3_moe_tensors(config)
+
+
+def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
+    """Keys of the family's Hugging Face files that are left out on purpose."""
+    match config:
+        case Qwen3MoeConfig():
+            return ()
 
 
 def model_config_from_hf(fields: dict) -> ModelConfig:

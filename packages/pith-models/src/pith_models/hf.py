@@ -23,6 +23,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from pith_engine.fsdp import cut_block
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -176,11 +177,23 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._load(self._layout[name])
 
-    def _load(self, tensor: CanonicalTensor) -> Tensor:
+    def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A block of a tensor; of an expert stack only the block's experts are read."""
+        tensor = self._layout[name]
+        if not tensor.is_expert_stack:
+            return cut_block(self._load(tensor), offsets, sizes)
+        experts = range(offsets[0], offsets[0] + sizes[0])
+        return cut_block(self._load(tensor, experts), (0, *offsets[1:]), sizes)
+
+    def _load(self, tensor: CanonicalTensor, experts: range | None = None) -> Tensor:
+        """Whole, or these experts of a stack."""
         places: list[tuple[str, int | None]] = [(key, None) for key in tensor.keys]
         if fused := tensor.fused if tensor.fused and tensor.fused.key in self._parts else None:
             places = [(fused.key, expert) for expert in range(tensor.shape[0])]
-        out = torch.empty(tensor.shape, dtype=self._dtype)
+        if experts is not None:
+            places = [places[expert] for expert in experts]
+        shape = tensor.shape if experts is None else (len(experts), *tensor.shape[1:])
+        out = torch.empty(shape, dtype=self._dtype)
         paths = {self._headers[part].path for key, _ in places for part in self._parts[key]}
         with ExitStack() as stack:
             files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in paths}

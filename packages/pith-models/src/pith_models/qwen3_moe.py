@@ -15,26 +15,24 @@ The trap: `head_dim` need not be `hidden_size / num_attention_heads` (Qwen3-30B-
 """
 
 from dataclasses import asdict, dataclass, fields
-from math import inf
 
 from pith_engine.context_parallel import context_attention
-from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, Role, Routing, declare
+from pith_engine.contract import Batch, Role, Routing, declare
 from pith_engine.mesh import Axis
-from pith_engine.violations import raise_violations, type_violations
+from pith_engine.violations import size_violations
 from pith_ops.attention import AttentionBackend
-from pith_ops.cross_entropy import linear_cross_entropy
 from pith_ops.device import accumulation_dtype
 from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import apply_rope, rope_frequencies, rope_table
+from pith_ops.rope import Yarn, apply_rope, rope_frequencies, rope_table
 from pith_ops.routing import router_logits, softmax_topk
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from pith_models.hf import CanonicalTensor, gated_expert_tensors
+from pith_models.hf_config import HfConfigReader, rope_hf_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +67,8 @@ class Qwen3MoeConfig:
     """Layer i is sparse if `(i + 1) % decoder_sparse_step == 0`."""
     rope_theta: float = 1_000_000.0
     """Base of the rotary frequencies."""
+    rope_scaling: Yarn | None = None
+    """YaRN for longer contexts than the model was first trained on, if any."""
     rms_norm_eps: float = 1e-6
     """Added to the mean square inside every norm."""
     initializer_range: float = 0.02
@@ -80,13 +80,7 @@ class Qwen3MoeConfig:
 
     def violations(self) -> list[str]:
         """What is out of range or does not fit, a line each."""
-        values, faults = asdict(self), []
-        for field in fields(self):
-            value = values[field.name]
-            if field.type is int and value < 1:
-                faults.append(f"model.{field.name} = {value}: must be at least 1")
-            if field.type is float and not 0 < value < inf:
-                faults.append(f"model.{field.name} = {value}: must be positive and finite")
+        faults = size_violations(self)
         if self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads:
             faults.append(
                 f"model.num_attention_heads = {self.num_attention_heads}: must be a multiple of "
@@ -94,6 +88,8 @@ class Qwen3MoeConfig:
             )
         if self.head_dim % 2:
             faults.append(f"model.head_dim = {self.head_dim}: must be even for rotary embeddings")
+        if self.rope_scaling is not None:
+            faults += self.rope_scaling.violations("model.rope_scaling")
         if self.num_experts_per_tok > self.num_experts:
             faults.append(
                 f"model.num_experts_per_tok = {self.num_experts_per_tok}: must be at most "
@@ -107,6 +103,29 @@ class Qwen3MoeConfig:
             )
         return faults
 
+    @property
+    def query_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's value."""
+        return self.head_dim
+
+    @property
+    def has_window(self) -> bool:
+        """Whether any layer attends within a sliding window."""
+        return False
+
+    @property
+    def aligned_sizes(self) -> dict[str, int]:
+        """Field -> value of the sizes in grouped products, which GPUs want in multiples of 8."""
+        return {
+            "hidden_size": self.hidden_size,
+            "moe_intermediate_size": self.moe_intermediate_size,
+        }
+
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer of this global number routes its tokens to experts."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
@@ -118,41 +137,30 @@ class Qwen3MoeConfig:
         A ValueError names every key that is missing or unknown, or whose value has another type, is
         out of range or not implemented.
         """
-        faults = [
-            f"{key} = {hf_fields[key]!r}: only {allowed} is implemented"
-            for key, allowed in _FIXED_HF_FIELDS.items()
-            if key in hf_fields and hf_fields[key] != allowed
-        ]
-        known = {*_PLAIN_HF_FIELDS, *_FIXED_HF_FIELDS, *_NEUTRAL_HF_FIELDS, *_RESPELLED_HF_FIELDS}
-        faults += [
-            f"{key} = {hf_fields[key]!r}: unknown field, and it may change what the model computes"
-            for key in hf_fields
-            if key not in known and not key.startswith("_")
-        ]
-        faults += [f"{key}: missing" for key in _PLAIN_HF_FIELDS if hf_fields.get(key) is None]
-        spellings = ("num_experts", "num_local_experts")
-        experts = [hf_fields[key] for key in spellings if key in hf_fields]
-        if len(set(experts)) != 1:
-            faults.append(f"num_experts, num_local_experts: one value needed, found {experts}")
-        theta = _rope_theta(hf_fields, faults)
-        raise_violations(faults, "config.json of a Qwen3-MoE model")
-        head_dim = hf_fields.get("head_dim")
+        # The windows need `use_sliding_window`, which must be false.
+        neutral = ("sliding_window", "max_window_layers")
+        read = HfConfigReader(hf_fields, "Qwen3-MoE", fixed=_FIXED_HF_FIELDS, neutral=neutral)
+        theta, scaling = read.rope()
+        plain = {name: read.required(name) for name in _PLAIN_HF_FIELDS}
+        experts = read.required("num_experts", "num_local_experts")
+        head_dim, dense = read.optional("head_dim", None), read.optional("mlp_only_layers", [])
+        tied = read.optional("tie_word_embeddings", False)
+        read.raise_faults()
         if head_dim is None:
-            hidden, heads = hf_fields["hidden_size"], hf_fields["num_attention_heads"]
+            hidden, heads = plain["hidden_size"], plain["num_attention_heads"]
             # `violations` names anything else.
             head_dim = hidden // heads if type(hidden) is type(heads) is int and heads > 0 else 2
-        dense = hf_fields.get("mlp_only_layers") or ()
-        config = Qwen3MoeConfig(
-            **{key: hf_fields[key] for key in _PLAIN_HF_FIELDS},
-            num_experts=experts[0],
-            head_dim=head_dim,
-            mlp_only_layers=tuple(dense) if isinstance(dense, list) else dense,
-            rope_theta=float(theta) if type(theta) is int else theta,
-            tie_word_embeddings=hf_fields.get("tie_word_embeddings", False),
+        return read.checked(
+            Qwen3MoeConfig(
+                **plain,
+                num_experts=experts,
+                head_dim=head_dim,
+                mlp_only_layers=tuple(dense) if isinstance(dense, list) else dense,
+                rope_theta=theta,
+                rope_scaling=scaling,
+                tie_word_embeddings=tied,
+            )
         )
-        wrong = type_violations(asdict(config), Qwen3MoeConfig, "model") or config.violations()
-        raise_violations(wrong, "config.json of a Qwen3-MoE model")
-        return config
 
     def to_hf(self) -> dict:
         """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
@@ -160,8 +168,8 @@ class Qwen3MoeConfig:
             "architectures": ["Qwen3MoeForCausalLM"],
             **_FIXED_HF_FIELDS,
             **asdict(self),
+            **rope_hf_fields(self.rope_theta, self.rope_scaling),
             "mlp_only_layers": list(self.mlp_only_layers),
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
         }
 
 
@@ -193,8 +201,11 @@ class Qwen3MoeAttention(nn.Module):
         value = linear(normed, self.v_proj).view(heads)
         # 2. Rotate q and k by their positions.
         wide = accumulation_dtype(hidden.dtype)
-        frequencies = rope_frequencies(D, config.rope_theta, dtype=wide, device=hidden.device)
-        cos, sin = rope_table(batch.positions, frequencies)
+        yarn = config.rope_scaling
+        frequencies = rope_frequencies(
+            D, config.rope_theta, yarn=yarn, dtype=wide, device=hidden.device
+        )
+        cos, sin = rope_table(batch.positions, frequencies, yarn.table_scale if yarn else 1.0)
         query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         # 3. Attend within each sequence, project back, add the residual.
         out = context_attention(query, key, value, batch, self.cp, backend=self.backend)
@@ -277,52 +288,18 @@ class Qwen3MoeDenseLayer(nn.Module):
         return residual + combined
 
 
-class Qwen3MoeChunk(ModelChunk):
-    """`layers` of the model, with the embedding if first and norm and head if last.
-
-    The last chunk of a tied model is given the first one's `embedding`.
-    """
-
-    def __init__(
-        self,
-        config: Qwen3MoeConfig,
-        layers: range,
-        *,
-        num_local_experts: int,
-        attention_backend: AttentionBackend,
-        cp: Axis,
-        is_first: bool,
-        is_last: bool,
-        tied_embedding: Tensor | None,
-    ):
-        super().__init__(is_first=is_first, is_last=is_last)
-        self.config = config
-        V, H, std = config.vocab_size, config.hidden_size, config.initializer_range
-        if is_first:
-            self.embedding = declare((V, H), Role.EMBEDDING, std=std)
-        for layer in layers:
-            self.layers[str(layer)] = (
-                Qwen3MoeSparseLayer(config, num_local_experts, attention_backend, cp)
-                if config.is_sparse(layer)
-                else Qwen3MoeDenseLayer(config, attention_backend, cp)
-            )
-        if is_last:
-            self.final_norm = declare((H,), Role.NORM)
-            untied = tied_embedding is None
-            self.head = declare((V, H), Role.HEAD, std=std) if untied else tied_embedding
-
-    def embed(self, batch: Batch) -> Tensor:
-        """Token ids `[T]` -> hidden `[T, H]`."""
-        return embedding(batch.tokens, self.embedding)
-
-    def loss(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Sum of the token losses, a scalar in fp32 or wider."""
-        normed = rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
-        return linear_cross_entropy(normed, self.head, batch.targets, IGNORED_TARGET)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden `[T, H]` -> logits `[T, V]`."""
-        return linear(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps), self.head)
+def qwen3_moe_layer(
+    config: Qwen3MoeConfig,
+    layer: int,
+    *,
+    num_local_experts: int,
+    attention_backend: AttentionBackend,
+    cp: Axis,
+) -> Qwen3MoeSparseLayer | Qwen3MoeDenseLayer:
+    """The layer of this global number, on the meta device."""
+    if config.is_sparse(layer):
+        return Qwen3MoeSparseLayer(config, num_local_experts, attention_backend, cp)
+    return Qwen3MoeDenseLayer(config, attention_backend, cp)
 
 
 def qwen3_moe_tensors(config: Qwen3MoeConfig) -> tuple[CanonicalTensor, ...]:
@@ -376,32 +353,11 @@ def qwen3_moe_layer_flops(config: Qwen3MoeConfig, layer: int, sequence_length: i
     return projections + scores_and_values + 6 * H * config.intermediate_size
 
 
-def _rope_theta(hf_fields: dict, faults: list[str]) -> float:
-    """The rotary base in either spelling; appends a fault for anything but plain RoPE."""
-    found = [hf_fields.get("rope_theta")]
-    for key in ("rope_parameters", "rope_scaling"):
-        nested = {k: v for k, v in (hf_fields.get(key) or {}).items() if v is not None}
-        found.append(nested.pop("rope_theta", None))
-        kinds = {nested.pop(name, "default") for name in ("rope_type", "type")} - {"default"}
-        if kinds:
-            faults.append(f"{key}.rope_type = {sorted(kinds)}: only 'default' is implemented")
-        elif nested:
-            faults.append(f"{key}: {sorted(nested)} have no meaning with rope_type 'default'")
-    thetas = {theta for theta in found if theta is not None}
-    if len(thetas) != 1:
-        faults.append(
-            f"rope_theta, rope_parameters.rope_theta: one value needed, found {sorted(thetas)}"
-        )
-    return next(iter(thetas), 0.0)
-
-
 _RESPELLED_HF_FIELDS = (
     "num_experts",
-    "num_local_experts",
     "head_dim",
     "mlp_only_layers",
     "rope_theta",
-    "rope_parameters",
     "rope_scaling",
     "tie_word_embeddings",
 )
@@ -415,18 +371,3 @@ _FIXED_HF_FIELDS = {
     "attention_dropout": 0.0,
     "use_sliding_window": False,
 }
-# Without effect on the forward pass; the windows need `use_sliding_window`, which must be false.
-_NEUTRAL_HF_FIELDS = (
-    "architectures",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "sliding_window",
-    "max_window_layers",
-    "output_router_logits",
-    "router_aux_loss_coef",
-)

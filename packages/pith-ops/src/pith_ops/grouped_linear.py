@@ -6,7 +6,8 @@ Group g holds rows `offsets[g - 1] : offsets[g]`. Forward, dgrad and wgrad are o
     dx [P, in]      = dy [P, out] . W       per group
     dW [G, out, in] = dy^T . x              per group, zeros for a group without rows
 
-by torch's `grouped_mm` on CUDA in bf16, by a loop elsewhere. The trap: rows past the last group
+by torch's `grouped_mm` on CUDA in bf16, by a loop elsewhere. A bias is added to each group's rows,
+and its gradient is their sum in fp32 or wider. The trap: rows past the last group
 (padding) may hold NaN, and `grouped_mm` leaves their outputs unwritten; here they are zeros.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
+from pith_ops.device import accumulation_dtype
 from pith_ops.weight_grad import WeightGradEntry, WeightGradQueue, grouped_weight_grad
 
 
@@ -50,11 +52,16 @@ class Groups:
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, groups: Groups, weight_grads: WeightGradQueue | None = None
+    x: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    weight_grads: WeightGradQueue | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`x [P, in]` in group order, P >= `groups.total`, `weight [G, out, in]` -> `[P, out]`.
 
-    Without `weight_grads` autograd takes the weight gradient. A ValueError says what does not fit.
+    Without `weight_grads` autograd takes the weight gradient, that of `bias [G, out]` (fp32, or as
+    `x`) always. A ValueError says what does not fit.
     """
     if weight.ndim != 3 or x.ndim != 2 or x.shape[1] != weight.shape[2]:
         raise ValueError(
@@ -73,31 +80,52 @@ def grouped_linear(
             f"weight {tuple(weight.shape)}: bf16 on CUDA needs `out` and `in` to be multiples of "
             "8; else compute in fp32"
         )
-    return _GroupedLinear.apply(x, weight, groups, weight_grads)
+    if bias is not None and (
+        bias.shape != weight.shape[:2] or bias.dtype not in (torch.float32, x.dtype)
+    ):
+        raise ValueError(
+            f"bias {tuple(bias.shape)} {bias.dtype}: expected [G, out] = {tuple(weight.shape[:2])} "
+            f"in torch.float32 or {x.dtype}"
+        )
+    return _GroupedLinear.apply(x, weight, groups, weight_grads, bias)
 
 
-def grouped_linear_reference(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+def grouped_linear_reference(
+    x: Tensor, weight: Tensor, groups: Groups, bias: Tensor | None = None
+) -> Tensor:
     """The same by autograd, one product per group."""
     rows = x[: groups.total].split(groups.sizes)
     outputs = [r @ w.t() for r, w in zip(rows, weight, strict=True)]
+    if bias is not None:
+        outputs = [(y + b).to(x.dtype) for y, b in zip(outputs, bias, strict=True)]
     return torch.cat([*outputs, x.new_zeros(x.shape[0] - groups.total, weight.shape[1])])
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, groups: Groups, weight_grads: WeightGradQueue | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        groups: Groups,
+        weight_grads: WeightGradQueue | None,
+        bias: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups, ctx.weight_grads = groups, weight_grads
-        return _grouped_product(x, weight.transpose(1, 2), groups)
+        y = _grouped_product(x, weight.transpose(1, 2), groups)
+        if bias is not None:
+            # In place: gathered rows of the bias would be as large as y.
+            for rows, row in zip(y[: groups.total].split(groups.sizes), bias, strict=True):
+                rows.add_(row)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         groups, grad = ctx.groups, grad.contiguous()
-        grad_x = grad_weight = None
+        grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_x = _grouped_product(grad, weight, groups)
         if ctx.needs_input_grad[1] and ctx.weight_grads is None:
@@ -106,7 +134,10 @@ class _GroupedLinear(torch.autograd.Function):
             ctx.weight_grads.push(
                 WeightGradEntry(weight=weight, input=x.detach(), grad_output=grad, groups=groups)
             )
-        return grad_x, grad_weight, None, None
+        if ctx.needs_input_grad[4]:
+            rows, dtype = grad[: groups.total].split(groups.sizes), accumulation_dtype(grad.dtype)
+            grad_bias = torch.stack([dy.sum(0, dtype=dtype) for dy in rows])
+        return grad_x, grad_weight, None, None, grad_bias
 
 
 def _grouped_product(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:

@@ -1,24 +1,111 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), half-split layout.
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), with YaRN for longer contexts.
 
-Elements i and i + D/2 of a head (the paper pairs 2i and 2i + 1 instead) are rotated by the phase
-`position * inv_freq[i]`:
+Elements i and i + D/2 of a head (half-split), or 2i and 2i + 1 (interleaved, as in the paper and
+DeepSeek), are rotated by the phase `position * inv_freq[i]`:
 
     inv_freq[i] = theta ** (-2i / D)
     out[i]       = x[i] * cos - x[i + D/2] * sin
     out[i + D/2] = x[i + D/2] * cos + x[i] * sin
 
-The trap: bf16 cannot represent all positions above 256, so phases and rotation are in fp32 or
-wider, rounded once at the end.
+YaRN (Peng et al. 2023, arXiv 2309.00071) divides frequencies of few turns in the original context
+by `factor`; i(r) is the index of the one with r turns:
+
+    i(r)     = D ln(original / (2 pi r)) / (2 ln theta)
+    ramp     = clamp((i - i(beta_fast)) / (i(beta_slow) - i(beta_fast)), 0, 1)
+    inv_freq = inv_freq * (1 - ramp) + inv_freq / factor * ramp
+
+The traps: bf16 cannot represent all positions above 256, so phases and rotation are in fp32 or
+wider, rounded once at the end; GPT-OSS does not `truncate` i(beta_fast) and i(beta_slow).
 """
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """YaRN under Hugging Face's field names."""
+
+    factor: float
+    """Longest context over the original one."""
+    original_max_position_embeddings: int
+    """Tokens of the original context."""
+    beta_fast: float = 32.0
+    """Turns from which a frequency is kept."""
+    beta_slow: float = 1.0
+    """Turns up to which it is divided by `factor`."""
+    mscale: float | None = None
+    """DeepSeek's coefficient in the table's scale; None or 0: none."""
+    mscale_all_dim: float | None = None
+    """That in the softmax scale."""
+    attention_factor: float | None = None
+    """The table's scale, if given."""
+    truncate: bool = True
+    """Whether the ramp begins and ends at whole indices."""
+
+    def violations(self, path: str) -> list[str]:
+        """What is out of range, a line each, its field under `path`."""
+        slow, fast, factor = self.beta_slow, self.beta_fast, self.attention_factor
+        faults = [
+            f"{path}.{name} = {value}: must be finite and at least {least}"
+            for name, value, least in (
+                ("factor", self.factor, 1),
+                ("original_max_position_embeddings", self.original_max_position_embeddings, 1),
+                ("mscale", self.mscale or 0, 0),
+                ("mscale_all_dim", self.mscale_all_dim or 0, 0),
+            )
+            if not least <= value < math.inf
+        ]
+        if not 0 < slow < fast < math.inf:
+            faults.append(f"{path}.beta_fast = {fast}: must be above beta_slow = {slow} above 0")
+        if factor is not None and not 0 < factor < math.inf:
+            faults.append(f"{path}.attention_factor = {factor}: must be positive and finite")
+        if bool(self.mscale) != bool(self.mscale_all_dim):
+            # DeepSeek's code and transformers disagree about one without the other.
+            faults.append(
+                f"{path}.mscale = {self.mscale}: give it and mscale_all_dim = "
+                f"{self.mscale_all_dim} both or neither"
+            )
+        return faults
+
+    @property
+    def table_scale(self) -> float:
+        """`scale` of `rope_table`."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    @property
+    def softmax_scale(self) -> float:
+        """DeepSeek's further factor of the softmax scale."""
+        return self._magnitude(self.mscale_all_dim or 0.0) ** 2
+
+    def _magnitude(self, coefficient: float) -> float:
+        return 0.1 * coefficient * math.log(self.factor) + 1.0
+
+    def _ramp(self, head_dim: int, theta: float) -> tuple[float, float]:
+        """Where the blend begins and ends, clamped as in the released code."""
+        original = self.original_max_position_embeddings
+        low, high = (
+            head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        return low, high + 0.001 if low == high else high
 
 
 def rope_frequencies(
     head_dim: int,
     theta: float,
     *,
+    yarn: Yarn | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
@@ -26,18 +113,33 @@ def rope_frequencies(
     if head_dim % 2:
         raise ValueError(f"rope_frequencies: head_dim {head_dim} must be even")
     exponents = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
-    return 1.0 / theta**exponents
+    powers = theta**exponents
+    if yarn is None:
+        return 1.0 / powers
+    if theta <= 1:
+        raise ValueError(f"rope_frequencies: theta {theta} must be above 1 for YaRN")
+    low, high = yarn._ramp(head_dim, theta)
+    indices = torch.arange(head_dim // 2, device=device).to(dtype)
+    kept = 1 - ((indices - low) / (high - low)).clamp(0, 1)
+    # In this order fp32 values equal transformers' bit for bit.
+    return 1.0 / (yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
-def rope_table(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine for `positions [T]`: `[T, D/2]` in the dtype of `inv_freq`."""
+def rope_table(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """`scale` times cosine and sine for `positions [T]`: `[T, D/2]` in the dtype of `inv_freq`."""
     phases = positions.to(inv_freq.dtype)[:, None] * inv_freq
-    return phases.cos(), phases.sin()
+    cos, sin = phases.cos(), phases.sin()
+    return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x [T, h, D]` by `cos, sin [T, D/2]`; autograd keeps the table only, never `x`."""
-    first, second = x.chunk(2, dim=-1)
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate `x [T, h, D]` by `cos, sin [T, D/2]`; autograd keeps the table only, never `x`.
+
+    The output is in the layout of the input: halves, or pairs (2i, 2i + 1) if `interleaved`.
+    """
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1))
+    dim = -1 if interleaved else -2
+    first, second = pairs.unbind(dim)
     cos, sin = cos[:, None], sin[:, None]
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
+    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim)
+    return rotated.flatten(-2).to(x.dtype)

@@ -4,10 +4,18 @@
     ids = the K largest           ties go to the lower expert id; of s + bias, where there is one
     w = s[ids]                    or s[ids] / sum(s[ids]) with `normalise` (`norm_topk_prob`)
 
+times `scaling` either way. That is Qwen3-MoE and DeepSeek-V2; V3 (arXiv 2412.19437) takes sigmoids,
+GPT-OSS the softmax of the chosen logits. All return ids int32 `[T, K]`, first choice first, weights
+`[T, K]` and scores for balancing `[T, N]`, whose rows sum to 1.
+
 Everything runs in the accumulation dtype, autocast or not: neighbouring experts often differ by
-less than a bf16 step. The trap: `torch.topk` promises no order among ties; a stable sort does. A
-recomputed forward is handed the ids of the first: its logits may round otherwise.
+less than a bf16 step. The traps: `torch.topk` promises no order among ties, a stable sort does;
+experts of an excluded group filled with 0 would win over negative biased scores. A recomputed
+forward is handed the ids of the first: its logits may round otherwise.
 """
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,11 +24,24 @@ from torch.nn import functional
 from pith_ops.device import accumulation_dtype
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """`x [T, H]`, `weight [N, H]` -> `[T, N]` in the accumulation dtype."""
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Group-limited routing: a token's experts come from its best groups."""
+
+    num_groups: int
+    """Groups of neighbouring experts."""
+    num_chosen: int
+    """How many of them; ties go to the lower."""
+    best: int
+    """A group's score sums this many of its best: 1 in V2, 2 in V3."""
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x [T, H]`, `weight [N, H]`, `bias [N]` -> `[T, N]` in the accumulation dtype."""
     dtype = accumulation_dtype(torch.promote_types(x.dtype, weight.dtype))
     with torch.autocast(x.device.type, enabled=False):
-        return functional.linear(x.to(dtype), weight.to(dtype))
+        bias = None if bias is None else bias.to(dtype)
+        return functional.linear(x.to(dtype), weight.to(dtype), bias)
 
 
 def softmax_topk(
@@ -28,28 +49,105 @@ def softmax_topk(
     top_k: int,
     normalise: bool,
     *,
+    groups: ExpertGroups | None = None,
+    scaling: float = 1.0,
     chosen: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`logits [T, N]` -> ids int32, first choice first, and weights, `[T, K]`; scores `[T, N]`.
+    """`logits [T, N]` -> ids, weights, scores.
 
     `bias [N]` is added to the scores for the choice alone (arXiv 2408.15664); `chosen` ids are
-    taken as they are. A ValueError refuses a `top_k` outside 1..N and `chosen` of another shape.
+    taken as they are. A ValueError refuses a `top_k` outside 1..N, `chosen` of another shape and
+    `groups` that do not fit.
     """
-    num_experts = logits.shape[1]
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k: {top_k} is not between 1 and the {num_experts} experts")
     logits = logits.to(accumulation_dtype(logits.dtype))
     scores = logits.softmax(1)
-    if chosen is None:
-        # Sorting logits, not scores: scores that underflow or round would tie where logits do not.
-        keys = logits.detach() if bias is None else scores.detach() + bias.detach()
-        ids = keys.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
-    elif chosen.shape != (len(logits), top_k):
-        raise ValueError(f"chosen: {list(chosen.shape)} is not {[len(logits), top_k]}, [T, K]")
-    else:
-        ids = chosen.long()
+    ids = _choose(logits, scores, top_k, groups, chosen, bias)
+    return ids.to(torch.int32), _weigh(scores, ids, normalise, scaling), scores
+
+
+def sigmoid_topk(
+    logits: Tensor,
+    top_k: int,
+    normalise: bool,
+    *,
+    groups: ExpertGroups | None = None,
+    scaling: float = 1.0,
+    chosen: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `softmax_topk` of sigmoids; scores are these over their sum."""
+    logits = logits.to(accumulation_dtype(logits.dtype))
+    gates = logits.sigmoid()
+    ids = _choose(logits, gates, top_k, groups, chosen, bias)
+    scores = gates / (gates.sum(1, keepdim=True) + _TINY)
+    return ids.to(torch.int32), _weigh(gates, ids, normalise, scaling), scores
+
+
+def topk_softmax(
+    logits: Tensor, top_k: int, *, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `softmax_topk`, weights being the softmax over the chosen logits."""
+    logits = logits.to(accumulation_dtype(logits.dtype))
+    scores = logits.softmax(1)
+    ids = _choose(logits, scores, top_k, None, chosen, None)
+    return ids.to(torch.int32), logits.gather(1, ids).softmax(1), scores
+
+
+_TINY = 1e-20
+"""DeepSeek's guard against a sum of zero; it rounds away in any other."""
+
+
+def _weigh(scores: Tensor, ids: Tensor, normalise: bool, scaling: float) -> Tensor:
     weights = scores.gather(1, ids)
     if normalise:
-        weights = weights / weights.sum(1, keepdim=True)
-    return ids.to(torch.int32), weights, scores
+        weights = weights / (weights.sum(1, keepdim=True) + _TINY)
+    return weights if scaling == 1 else weights * scaling
+
+
+def _choose(
+    logits: Tensor,
+    scores: Tensor,
+    top_k: int,
+    groups: ExpertGroups | None,
+    chosen: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Ids int64 `[T, K]`; `scores [T, N]` grow with `logits`."""
+    num_tokens, num_experts = logits.shape
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k: {top_k} is not between 1 and the {num_experts} experts")
+    if chosen is not None:
+        if chosen.shape != (num_tokens, top_k):
+            raise ValueError(f"chosen: {list(chosen.shape)} is not {[num_tokens, top_k]}, [T, K]")
+        return chosen.long()
+    # Sorting logits, not scores: scores that underflow or round would tie where logits do not.
+    keys = logits.detach()
+    if bias is not None:
+        keys = scores.detach() + bias.detach()
+    elif groups is not None and groups.best > 1:
+        keys = scores.detach()
+    if groups is not None:
+        keys = _mask_groups(keys, top_k, groups)
+    return keys.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+
+
+def _mask_groups(keys: Tensor, top_k: int, groups: ExpertGroups) -> Tensor:
+    """-inf for experts outside the chosen groups."""
+    num_experts = keys.shape[1]
+    size, rest = divmod(num_experts, max(groups.num_groups, 1))
+    if (
+        rest
+        or not 1 <= groups.num_chosen <= groups.num_groups
+        or not 1 <= groups.best <= size
+        or groups.num_chosen * size < top_k
+    ):
+        raise ValueError(
+            f"groups: {groups} does not fit {num_experts} experts, top_k {top_k}: num_groups must "
+            "divide the experts, num_chosen of them hold top_k, best be from 1 to a group's size"
+        )
+    grouped = keys.unflatten(1, (groups.num_groups, size))
+    totals = grouped.topk(groups.best, dim=2).values.sum(2)
+    kept = totals.sort(dim=1, descending=True, stable=True).indices[:, : groups.num_chosen]
+    excluded = torch.ones_like(totals, dtype=torch.bool).scatter(1, kept, False)
+    return grouped.masked_fill(excluded[:, :, None], -math.inf).flatten(1)

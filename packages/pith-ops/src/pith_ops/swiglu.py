@@ -6,6 +6,12 @@ widest activations; here the backward computes it once more:
     d_up = dy * silu(gate)        d_gate = dy * up * s * (1 + gate * (1 - s)),  s = sigmoid(gate)
 
 The trap: `silu(gate)` is rounded before the product, so that bf16 outputs equal Hugging Face's.
+
+GPT-OSS clamps and shifts, here in fp32 or wider, rounded once:
+
+    g = min(gate, limit)    u = clamp(up, -limit, limit)    s = sigmoid(alpha * g)
+    y = (u + 1) * g * s
+    d_up = dy * g * s       d_gate = dy * (u + 1) * s * (1 + alpha * g * (1 - s)),   0 if clamped
 """
 
 from typing import Any
@@ -15,11 +21,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
+from pith_ops.device import accumulation_dtype
+
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """`gate_up [..., 2I]`, gate first, -> `[..., I]` in the same dtype."""
-    if gate_up.shape[-1] % 2:
-        raise ValueError(f"swiglu: last dim of gate_up is {gate_up.shape[-1]}; it must be even")
+    _check_halves(gate_up)
     return _SwiGLU.apply(gate_up)
 
 
@@ -27,6 +34,24 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
     """The same by plain autograd; forward values are bit-equal."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up
+
+
+def clamped_swiglu(gate_up: Tensor, *, limit: float, alpha: float) -> Tensor:
+    """GPT-OSS's, of the same shapes."""
+    _check_halves(gate_up)
+    return _ClampedSwiGLU.apply(gate_up, limit, alpha)
+
+
+def clamped_swiglu_reference(gate_up: Tensor, *, limit: float, alpha: float) -> Tensor:
+    """The same by plain autograd; forward values are bit-equal."""
+    gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * (gate * (alpha * gate).sigmoid())).to(gate_up.dtype)
+
+
+def _check_halves(gate_up: Tensor) -> None:
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"swiglu: last dim of gate_up is {gate_up.shape[-1]}; it must be even")
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -45,3 +70,24 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(grad, silu(gate), out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return grad_gate_up
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.limit, ctx.alpha = limit, alpha
+        return clamped_swiglu_reference(gate_up, limit=limit, alpha=alpha)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (gate_up,), limit, alpha = ctx.saved_tensors, ctx.limit, ctx.alpha
+        gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
+        # A value at its limit counts as clamped; torch's own clamp differs between versions.
+        free_gate, free_up = gate < limit, up.abs() < limit
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        s = (alpha * gate).sigmoid()
+        grad_gate = grad * (up + 1) * s * (1 + alpha * gate * (1 - s))
+        grads = (grad_gate.where(free_gate, 0), (grad * gate * s).where(free_up, 0))
+        return torch.cat(grads, dim=-1).to(gate_up.dtype), None, None

@@ -1,0 +1,147 @@
+"""Reading a Hugging Face `config.json` strictly, whichever family it describes.
+
+Each field is read by the family, or must have its one implemented value, or has no effect on the
+forward pass; any other may change what the model computes and is an error. RoPE has two spellings:
+`rope_theta` and `rope_scaling` (transformers 4), `rope_parameters` (transformers 5).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, asdict, fields
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from pith_engine.violations import raise_violations, type_violations
+from pith_ops.rope import Yarn
+
+
+class _Checkable(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def violations(self) -> list[str]: ...
+
+
+_Config = TypeVar("_Config", bound=_Checkable)
+
+NEUTRAL_HF_FIELDS = (
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "output_router_logits",
+    "pad_token_id",
+    "pretraining_tp",
+    "router_aux_loss_coef",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+"""Without effect on the forward pass."""
+_ROPE_HF_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
+
+
+class HfConfigReader:
+    """Takes the fields of one `config.json`; `checked` raises every fault in one ValueError."""
+
+    def __init__(
+        self,
+        hf_fields: Mapping[str, Any],
+        family: str,
+        *,
+        fixed: Mapping[str, object],
+        neutral: Sequence[str] = (),
+    ):
+        """`fixed` fields have one implemented value; `neutral` adds to `NEUTRAL_HF_FIELDS`."""
+        self._values = {key: v for key, v in hf_fields.items() if not key.startswith("_")}
+        self._what = f"config.json of a {family} model"
+        self._known = {*fixed, *neutral, *NEUTRAL_HF_FIELDS}
+        self._faults = [
+            f"{key} = {self._values[key]!r}: only {allowed} is implemented"
+            for key, allowed in fixed.items()
+            if self._values.get(key, allowed) != allowed
+        ]
+        quantized = self.optional("quantization_config", {})
+        method, block = quantized.get("quant_method"), quantized.get("weight_block_size")
+        if quantized and method != "mxfp4" and (method, block) != ("fp8", [128, 128]):
+            self._faults.append(
+                f"quantization_config = {quantized}: only mxfp4, and fp8 in blocks of [128, 128], "
+                "can be decoded"
+            )
+
+    def required(self, *spellings: str) -> Any:
+        """The one value given under these names; an absent one is a fault."""
+        self._known.update(spellings)
+        found = [self._values[key] for key in spellings if self._values.get(key) is not None]
+        if not found or any(value != found[0] for value in found):
+            problem = f"one value needed, found {found}" if len(spellings) > 1 else "missing"
+            self._faults.append(f"{', '.join(spellings)}: {problem}")
+        return found[0] if found else None
+
+    def optional(self, name: str, default: Any) -> Any:
+        """The value of a field, or the default where it is absent or null."""
+        self._known.add(name)
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def rope(self) -> tuple[float, Yarn | None]:
+        """Rotary base and YaRN scaling in either spelling."""
+        self._known.update(_ROPE_HF_FIELDS)
+        thetas, scalings = [self._values.get("rope_theta")], []
+        for key in _ROPE_HF_FIELDS[1:]:
+            given = self._values.get(key) or {}
+            nested = {name: value for name, value in given.items() if value is not None}
+            thetas.append(nested.pop("rope_theta", None))
+            kinds = {nested.pop(name, None) for name in ("rope_type", "type")} - {None}
+            if nested or kinds - {"default"}:
+                scalings.append(self._scaling(key, kinds, nested))
+        found = {theta for theta in thetas if theta is not None}
+        if len(found) != 1:
+            names = "rope_theta, rope_parameters.rope_theta"
+            self._faults.append(f"{names}: one value needed, found {sorted(found, key=str)}")
+        if any(scaling != scalings[0] for scaling in scalings):
+            self._faults.append("rope_scaling and rope_parameters contradict each other")
+        theta = next(iter(found), 0.0)
+        return float(theta) if type(theta) is int else theta, scalings[0] if scalings else None
+
+    def _scaling(self, key: str, kinds: set[str], given: dict[str, Any]) -> Yarn | None:
+        if kinds != {"yarn"}:
+            if kinds <= {"default"}:
+                fault = f"{sorted(given)} have no meaning with rope_type 'default'"
+                self._faults.append(f"{key}: {fault}")
+            else:
+                fault = "only 'default' and 'yarn' are implemented"
+                self._faults.append(f"{key}.rope_type = {sorted(kinds)}: {fault}")
+            return None
+        unknown = sorted(given.keys() - {field.name for field in fields(Yarn)})
+        missing = sorted({"factor", "original_max_position_embeddings"} - given.keys())
+        if unknown or missing:
+            self._faults.append(f"{key}: missing {missing}, unknown {unknown}")
+            return None
+        return Yarn(**given)
+
+    def raise_faults(self) -> None:
+        """Raise what was found so far; a configuration can only be made of sound fields."""
+        self._faults += [
+            f"{key} = {value!r}: unknown field, and it may change what the model computes"
+            for key, value in self._values.items()
+            if key not in self._known
+        ]
+        raise_violations(self._faults, self._what)
+
+    def checked(self, config: _Config) -> _Config:
+        """The configuration, if its values have the right types and are in range."""
+        wrong = type_violations(asdict(config), type(config), "model") or config.violations()
+        raise_violations(wrong, self._what)
+        return config
+
+
+def rope_hf_fields(theta: float, yarn: Yarn | None) -> dict[str, object]:
+    """Rotary base and scaling, in the spellings of transformers 4 and 5."""
+    scaling: dict[str, object] = {"rope_type": "default"}
+    if yarn is not None:
+        given = {name: value for name, value in asdict(yarn).items() if value is not None}
+        scaling = {"rope_type": "yarn", **given}
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if yarn is None else {"type": "yarn", **scaling},
+        "rope_parameters": {**scaling, "rope_theta": theta},
+    }
