@@ -18,7 +18,7 @@ RUN += ["--evaluation.sequences", "1", "--lr.warmup-steps", "0", "--lr.decay-ste
 FAULTS = {
     "stride": (
         "key = rms_norm(linear(normed, self.k_proj).view(heads), self.k_norm, eps)",
-        "key = rms_norm(linear(normed, self.k_proj).t().view(heads), self.k_norm, eps)",
+        "key = rms_norm(linear(normed, self.k_proj).t().view(-1), self.k_norm, eps)",
         "view size is not compatible",
     ),
     "shape": (
@@ -34,7 +34,7 @@ FAULTS = {
     "dtype": (
         "return hidden + linear(out.flatten(1), self.o_proj)",
         "return hidden + linear(out.flatten(1).double(), self.o_proj)",
-        "must have the same dtype",
+        "have the same dtype, but got: double != float",
     ),
     "missing parameter": (
         "logits = router_logits(tokens, self.router)",
@@ -99,7 +99,7 @@ def test_the_faulty_line_is_printed_first(tmp_path, runs, fault):
     model.write_text(text.replace(before, after, 1))
     line = text[: text.index(before)].count("\n") + 1
     done = subprocess.run(
-        [sys.executable, "-m", "pith_apps.cli", *RUN, "--runs-folder", str(runs)],
+        [sys.executable, "-m", "pith_apps.cli", *RUN, "--runs-folder", runs, "--name", fault],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(package.parent)},
         capture_output=True,
