@@ -88,36 +88,45 @@ def run_pith(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_dense_run_trains_alike_on_a_pipeline_resumes_and_exports(folder: Path):
-    one = run_pith(folder, "pretrain", "recipe.py", "--mesh.dp", "1", "--name", "one")
-    two = ("recipe.py", "--name", "two", "--train.recompute", "attention+experts")
-    pipeline = ("--mesh.pp", "2", "--mesh.dp", "1", "--train.steps", "2")
-    run_pith(folder, "pretrain", *two, *pipeline, "--lr.decay-steps", "1")
-    resumed = run_pith(folder, "pretrain", *two, "--lr.decay-steps", "2")
-    assert "resumed at step 2 of 4" in resumed and "expert" not in resumed
+def steps_of(folder: Path, name: str) -> list[dict]:
+    return [record for record in read_metrics(folder / "runs" / name) if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> str:
+    """What a run of four steps in one process, `one`, prints."""
+    return run_pith(folder, "pretrain", "recipe.py", "--mesh.dp", "1", "--name", "one")
+
+
+def test_a_dense_run_trains_alike_in_one_process_and_on_a_pipeline(folder: Path, one: str):
+    options = ("--mesh.pp", "2", "--mesh.dp", "1", "--train.recompute", "attention+experts")
+    two = run_pith(folder, "pretrain", "recipe.py", "--name", "two", *options)
     assert "balance none: no experts" in one and "sharding: dense in 1 shard(s) over data\n" in one
-    records = [
-        [r for r in read_metrics(folder / "runs" / n) if "loss" in r] for n in ("one", "two")
-    ]
-    assert [r["step"] for r in records[1]] == [1, 2, 3, 4]
-    for first, second in zip(*records, strict=True):
-        assert second["loss"] == pytest.approx(first["loss"], rel=1e-12)
-        assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-10)
+    assert "2 process(es)" in two
+    first, second = steps_of(folder, "one"), steps_of(folder, "two")
+    assert [record["step"] for record in second] == [1, 2, 3, 4]
+    for ours, theirs in zip(first, second, strict=True):
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-12)
+        assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-10)
         for name in ("balance_loss", "max_load", "dead_experts", "load_entropy"):
-            assert first[name] is None and second[name] is None
+            assert ours[name] is None and theirs[name] is None
     assert one.count("  balance n/a  max-load n/a  lr ") == 4 and "warning" not in one
-    last = [
-        r["held_out_loss"] for r in read_metrics(folder / "runs" / "two") if "held_out" in str(r)
-    ]
-    evaluated = run_pith(folder, "evaluate", *two, "--mesh.dp", "1")
-    assert f"held-out loss {last[-1]:.6f} after step 4" in evaluated
-    model = AutoModelForCausalLM.from_pretrained(
-        folder / "runs" / "two" / "export", dtype=torch.float64
-    )
+    exported = folder / "runs" / "two" / "export"
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float64)
     assert model.config.model_type == "qwen3" and model.config.tie_word_embeddings
-    tokens = torch.from_numpy(np.load(folder / "corpus" / "tokens.npy").astype(np.int64))
-    assert len(tokens) > 8 * 64
-    assert model(tokens[None, :64]).logits.isfinite().all()
+
+
+@pytest.mark.slow
+def test_a_dense_run_resumes_on_another_mesh_and_is_evaluated(folder: Path, one: str):
+    three = ("recipe.py", "--name", "three")
+    alone = ("--mesh.dp", "1", "--train.steps", "2", "--lr.schedule", "constant")
+    run_pith(folder, "pretrain", *three, *alone, "--lr.decay-steps", "None")
+    resumed = run_pith(folder, "pretrain", *three, "--sharding.replicate-dense")
+    assert "resumed at step 2 of 4" in resumed and "frequencies" not in resumed
+    assert [record["step"] for record in steps_of(folder, "three")] == [1, 2, 3, 4]
+    evaluated = run_pith(folder, "evaluate", *three, "--mesh.dp", "1")
+    last = read_metrics(folder / "runs" / "three")[-1]["held_out_loss"]
+    assert f"held-out loss {last:.6f} after step 4" in evaluated
 
 
 @pytest.mark.parametrize(
