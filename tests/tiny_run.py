@@ -1,9 +1,12 @@
-"""The run that parity is tested on: dense and sparse layers, sizes that divide by little."""
+"""The runs that parity is tested on: dense and sparse layers, sizes that divide by little."""
+
+from dataclasses import replace
 
 from pith_apps.config import RunConfig, TrainConfig
 from pith_engine.balance import BalanceConfig
 from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import parse_mesh
+from pith_models.qwen3_dense import Qwen3Config
 from pith_models.qwen3_moe import Qwen3MoeConfig
 
 
@@ -34,3 +37,20 @@ def tiny_run(*, num_layers: int, sequence_length: int) -> RunConfig:
         lr=LearningRateConfig(schedule="constant", peak=1e-3, warmup_steps=1),
         balance=BalanceConfig(coefficient=0.02),
     )
+
+
+def tiny_dense_run(*, num_layers: int, sequence_length: int) -> RunConfig:
+    """The same run of a model without experts."""
+    model = Qwen3Config(
+        vocab_size=61,
+        hidden_size=24,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=20,
+        initializer_range=0.2,
+        max_position_embeddings=64,
+    )
+    run = tiny_run(num_layers=num_layers, sequence_length=sequence_length)
+    return replace(run, model=model, balance=BalanceConfig())

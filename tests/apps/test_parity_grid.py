@@ -20,6 +20,7 @@ from pith_apps.parity import (
     parity_worker,
     parse_parity_mesh,
     vary,
+    without_experts,
 )
 from pith_apps.plan import Machine
 from pith_engine.balance import BalanceConfig, auxiliary_losses, load_factors
@@ -29,7 +30,7 @@ from pith_engine.gradients import count_targets
 from pith_engine.mesh import Mesh
 from pith_engine.stages import ChunkPass
 from pith_ops.attention import attention_backward, attention_forward
-from tiny_run import tiny_run
+from tiny_run import tiny_dense_run, tiny_run
 from torch.nn.functional import embedding
 
 MESHES = tuple(label for label in (*FULL_GRID, "cp2") if label != "pp2-cp2-ep2")
@@ -178,7 +179,7 @@ def tied_gradient_of_the_embedding_lost() -> Iterator[None]:
         # The reference runs on `Mesh.single`, before any group of a mesh exists.
         return embedding(tokens, weight if len(tokens) > 24 else weight.detach())
 
-    with patch("pith_models.qwen3_moe.embedding", detached):
+    with patch("pith_models.chunk.embedding", detached):
         yield
 
 
@@ -276,6 +277,30 @@ def test_each_variation_agrees_alone_and_changes_something(gloo_pool: Any, varia
     before, after = (text.splitlines()[1] for text in (plain[0][1], results[0][1]))
     assert (before != after) == (variation in ("packed", "padding", "aux", "tied"))
     assert (float(rows(results[0][1])[0][6]) > 0) == (variation == "muon")
+
+
+def dense_parity(labels: tuple[str, ...], variations: tuple[str, ...]) -> tuple[bool, str]:
+    """Runs in every worker: as `parity`, of a model without experts."""
+    config = vary(tiny_dense_run(num_layers=4, sequence_length=24), variations)
+    meshes, output = tuple(parse_parity_mesh(label) for label in labels), io.StringIO()
+    with contextlib.redirect_stdout(output):
+        agree = parity_worker(config, meshes, "fp64", torch.device("cpu"), variations)
+    return agree, output.getvalue()
+
+
+@pytest.mark.parametrize(
+    "variations",
+    [tuple(v for v in VARIATIONS if v != "aux"), pytest.param((), marks=pytest.mark.slow)],
+    ids=["all", "plain"],
+)
+def test_a_model_without_experts_agrees(gloo_pool: Any, variations: tuple[str, ...]) -> None:
+    labels = tuple(label for label in without_experts(MESHES) if label != "dp4")  # hsdp-dp4 stays
+    results = gloo_pool.run(dense_parity, labels, variations, timeout=240)
+    lines = results[0][1].splitlines()
+    assert lines.pop(1).startswith("the model has no experts: nothing is balanced")
+    results = [(agree, "\n".join(lines)) for agree, _ in results]
+    rows_that_agree(results, shown(labels, variations), 1e-11)
+    assert all(float(row[3]) == 0 for row in rows(results[0][1]))
 
 
 SLOW = pytest.mark.slow

@@ -12,10 +12,12 @@ looked at only where `_sound` finds its fields in order.
 import os
 import sys
 import warnings
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pith_engine.balance import BalanceConfig
 from pith_engine.mesh import mesh_violations
 from pith_engine.partition import partition_violations
 from pith_engine.violations import raise_violations
@@ -76,6 +78,8 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
         for option, other, reason in CAPABILITIES
         if settings[option] and settings[other]
     ]
+    if not config.model.num_experts:
+        found += _dense_violations(config)
     if _sound(own, "nproc", "mesh"):
         found += _device_violations(config, machine)
     if _sound(own, "model"):
@@ -208,6 +212,19 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
         elif before != after:
             found.append(f"{prefix}{name}: {before} -> {after}")
     return found
+
+
+def _dense_violations(config: RunConfig) -> list[str]:
+    """Settings of experts that were asked for; `balance.method none` is true of a dense model."""
+    default = asdict(BalanceConfig())
+    found = [
+        f"balance.{name} is {value!r}"
+        for name, value in asdict(config.balance).items()
+        if value not in (default[name], "none")
+    ]
+    if config.sharding.replicate_experts:
+        found.append("sharding.replicate_experts is True")
+    return [f"{setting}: the model has no experts; leave it out" for setting in found]
 
 
 def _device_violations(config: RunConfig, machine: Machine) -> list[str]:

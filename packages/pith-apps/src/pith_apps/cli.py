@@ -37,9 +37,9 @@ usage: pith VERB ...
                              a Hugging Face folder to a checkpoint that the run starts from
   pith parity RECIPE         loss and gradients of many meshes against one process
 
-RECIPE is demo, qwen3-30b-a3b, qwen3-30b-a3b-tiny or the path of a Python file with one function
-that returns a RunConfig. `pith VERB RECIPE --help` lists the options: `--train.steps 4` sets the
-field `steps` of the recipe's `train`.
+RECIPE is demo, a model (qwen3-8b, qwen3-30b-a3b, qwen3-235b-a22b), its tiny form (qwen3-8b-tiny)
+or the path of a Python file with one function that returns a RunConfig. `pith VERB RECIPE --help`
+lists the options: `--train.steps 4` sets the field `steps` of the recipe's `train`.
 """
 VERBS = ("tokenize", "pretrain", "evaluate", "convert", "parity")
 LAUNCHER_VARIABLE = "PITH_LAUNCHER"
@@ -235,6 +235,7 @@ def _parity(rest: list[str]) -> int:
         parity_worker,
         parse_parity_mesh,
         vary,
+        without_experts,
     )
     from pith_apps.trainer import joined_group
 
@@ -254,8 +255,10 @@ def _parity(rest: list[str]) -> int:
         raise ValueError(f"{', '.join(given)}: parity runs one step and reads none of these")
     if arguments.meshes and arguments.grid == "full":
         raise ValueError("--meshes beside --grid full: give one of them")
-    labels = arguments.meshes or (FULL_GRID if arguments.grid == "full" else PARITY_MESHES)
-    meshes = tuple(parse_parity_mesh(label) for label in labels)
+    labels = FULL_GRID if arguments.grid == "full" else PARITY_MESHES
+    if not arguments.config.model.num_experts:
+        labels = without_experts(labels)
+    meshes = tuple(parse_parity_mesh(label) for label in arguments.meshes or labels)
     config = vary(arguments.config, variations)
     least = max(mesh.config.world_size for mesh in meshes)
     machine = find_machine(config.nproc or least, os.environ)

@@ -16,6 +16,7 @@ from torch import nn
 
 from pith_models.chunk import DecoderChunk
 from pith_models.hf import CanonicalTensor, SkippedKeys
+from pith_models.qwen3_dense import Qwen3Config, Qwen3Layer, qwen3_layer_flops, qwen3_tensors
 from pith_models.qwen3_moe import (
     Qwen3MoeConfig,
     qwen3_moe_layer,
@@ -23,8 +24,8 @@ from pith_models.qwen3_moe import (
     qwen3_moe_tensors,
 )
 
-ModelConfig: TypeAlias = Qwen3MoeConfig
-"""A union once there are several families."""
+ModelConfig: TypeAlias = Qwen3MoeConfig | Qwen3Config
+"""The configuration of any family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,8 @@ def build_chunks(
     """
     num_chunks, wrong = 2 * mesh.pp.size, config.violations()
     wrong += partition_violations(layers_per_chunk, mesh.pp.size, config.num_hidden_layers)
+    if not config.num_experts and mesh.ep.size > 1:
+        wrong.append(f"mesh.ep = {mesh.ep.size}: the model has no experts; use mesh.dp")
     if config.num_experts % mesh.ep.size:
         allowed = [n for n in range(1, config.num_experts + 1) if not config.num_experts % n]
         wrong.append(
@@ -104,6 +107,8 @@ def _decoder_layer(
             return qwen3_moe_layer(
                 config, layer, num_local_experts=experts, attention_backend=backend, cp=mesh.cp
             )
+        case Qwen3Config():
+            return Qwen3Layer(config, backend, mesh.cp)
 
 
 def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
@@ -111,12 +116,14 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
     match config:
         case Qwen3MoeConfig():
             return qwen3_moe_tensors(config)
+        case Qwen3Config():
+            return qwen3_tensors(config)
 
 
 def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
     """Keys of the family's Hugging Face files that are left out on purpose."""
     match config:
-        case Qwen3MoeConfig():
+        case Qwen3MoeConfig() | Qwen3Config():
             return ()
 
 
@@ -125,8 +132,10 @@ def model_config_from_hf(fields: dict) -> ModelConfig:
     match fields.get("model_type"):
         case "qwen3_moe":
             return Qwen3MoeConfig.from_hf(fields)
+        case "qwen3":
+            return Qwen3Config.from_hf(fields)
         case other:
-            raise ValueError(f"model_type = {other!r}: implemented are ['qwen3_moe']")
+            raise ValueError(f"model_type = {other!r}: implemented are ['qwen3_moe', 'qwen3']")
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
@@ -143,10 +152,15 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
 
 def forward_flops(config: ModelConfig, sequence_length: int) -> ForwardFlops:
     """The operations of a token's forward pass in a sequence of this length."""
+    layers = tuple(
+        _layer_flops(config, layer, sequence_length) for layer in range(config.num_hidden_layers)
+    )
+    return ForwardFlops(layers=layers, head=2.0 * config.hidden_size * config.vocab_size)
+
+
+def _layer_flops(config: ModelConfig, layer: int, sequence_length: int) -> float:
     match config:
         case Qwen3MoeConfig():
-            layers = tuple(
-                qwen3_moe_layer_flops(config, layer, sequence_length)
-                for layer in range(config.num_hidden_layers)
-            )
-            return ForwardFlops(layers=layers, head=2.0 * config.hidden_size * config.vocab_size)
+            return qwen3_moe_layer_flops(config, layer, sequence_length)
+        case Qwen3Config():
+            return qwen3_layer_flops(config, sequence_length)

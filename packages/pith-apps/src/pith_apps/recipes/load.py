@@ -17,9 +17,16 @@ from pith_engine.violations import raise_violations, type_violations
 
 from pith_apps.config import RunConfig
 from pith_apps.recipes.demo import demo
+from pith_apps.recipes.qwen3_8b import qwen3_8b, qwen3_8b_tiny
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
+from pith_apps.recipes.qwen3_235b_a22b import qwen3_235b_a22b, qwen3_235b_a22b_tiny
 
-BUILT_IN_RECIPES = ("demo", "qwen3-30b-a3b", "qwen3-30b-a3b-tiny")
+BUILT_IN_RECIPES = (
+    "demo",
+    *("qwen3-8b", "qwen3-8b-tiny"),
+    *("qwen3-30b-a3b", "qwen3-30b-a3b-tiny"),
+    *("qwen3-235b-a22b", "qwen3-235b-a22b-tiny"),
+)
 
 
 def load_recipe(name: str) -> RunConfig:
@@ -32,10 +39,18 @@ def load_recipe(name: str) -> RunConfig:
     match name:
         case "demo":
             return demo()
+        case "qwen3-8b":
+            return qwen3_8b()
+        case "qwen3-8b-tiny":
+            return qwen3_8b_tiny()
         case "qwen3-30b-a3b":
             return qwen3_30b_a3b()
         case "qwen3-30b-a3b-tiny":
             return qwen3_30b_a3b_tiny()
+        case "qwen3-235b-a22b":
+            return qwen3_235b_a22b()
+        case "qwen3-235b-a22b-tiny":
+            return qwen3_235b_a22b_tiny()
     if name.endswith(".py"):
         return _recipe_of_file(Path(name))
     near = get_close_matches(name, BUILT_IN_RECIPES, n=1, cutoff=0.4)
