@@ -15,6 +15,13 @@ from pith_ops.attention import AttentionBackend
 from torch import nn
 
 from pith_models.chunk import DecoderChunk
+from pith_models.deepseek import (
+    DeepseekConfig,
+    deepseek_layer,
+    deepseek_layer_flops,
+    deepseek_skipped_keys,
+    deepseek_tensors,
+)
 from pith_models.hf import CanonicalTensor, SkippedKeys
 from pith_models.qwen3_moe import (
     Qwen3MoeConfig,
@@ -23,8 +30,8 @@ from pith_models.qwen3_moe import (
     qwen3_moe_tensors,
 )
 
-ModelConfig: TypeAlias = Qwen3MoeConfig
-"""A union once there are several families."""
+ModelConfig: TypeAlias = Qwen3MoeConfig | DeepseekConfig
+"""Of any family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +111,10 @@ def _decoder_layer(
             return qwen3_moe_layer(
                 config, layer, num_local_experts=experts, attention_backend=backend, cp=mesh.cp
             )
+        case DeepseekConfig():
+            return deepseek_layer(
+                config, layer, num_local_experts=experts, attention_backend=backend, cp=mesh.cp
+            )
 
 
 def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
@@ -111,6 +122,8 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
     match config:
         case Qwen3MoeConfig():
             return qwen3_moe_tensors(config)
+        case DeepseekConfig():
+            return deepseek_tensors(config)
 
 
 def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
@@ -118,6 +131,8 @@ def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
     match config:
         case Qwen3MoeConfig():
             return ()
+        case DeepseekConfig():
+            return deepseek_skipped_keys(config)
 
 
 def model_config_from_hf(fields: dict) -> ModelConfig:
@@ -125,8 +140,11 @@ def model_config_from_hf(fields: dict) -> ModelConfig:
     match fields.get("model_type"):
         case "qwen3_moe":
             return Qwen3MoeConfig.from_hf(fields)
+        case "deepseek_v2" | "deepseek_v3":
+            return DeepseekConfig.from_hf(fields)
         case other:
-            raise ValueError(f"model_type = {other!r}: implemented are ['qwen3_moe']")
+            known = ["qwen3_moe", "deepseek_v2", "deepseek_v3"]
+            raise ValueError(f"model_type = {other!r}: implemented are {known}")
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
@@ -143,10 +161,15 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
 
 def forward_flops(config: ModelConfig, sequence_length: int) -> ForwardFlops:
     """The operations of a token's forward pass in a sequence of this length."""
+    layers = tuple(
+        _layer_flops(config, layer, sequence_length) for layer in range(config.num_hidden_layers)
+    )
+    return ForwardFlops(layers=layers, head=2.0 * config.hidden_size * config.vocab_size)
+
+
+def _layer_flops(config: ModelConfig, layer: int, sequence_length: int) -> float:
     match config:
         case Qwen3MoeConfig():
-            layers = tuple(
-                qwen3_moe_layer_flops(config, layer, sequence_length)
-                for layer in range(config.num_hidden_layers)
-            )
-            return ForwardFlops(layers=layers, head=2.0 * config.hidden_size * config.vocab_size)
+            return qwen3_moe_layer_flops(config, layer, sequence_length)
+        case DeepseekConfig():
+            return deepseek_layer_flops(config, layer, sequence_length)
