@@ -17,7 +17,7 @@ from torch import nn
 from pith_models.chunk import DecoderChunk
 from pith_models.deepseek import (
     DeepseekConfig,
-    deepseek_layer,
+    DeepseekLayer,
     deepseek_layer_flops,
     deepseek_skipped_keys,
     deepseek_tensors,
@@ -112,9 +112,8 @@ def _decoder_layer(
                 config, layer, num_local_experts=experts, attention_backend=backend, cp=mesh.cp
             )
         case DeepseekConfig():
-            return deepseek_layer(
-                config, layer, num_local_experts=experts, attention_backend=backend, cp=mesh.cp
-            )
+            experts = experts if config.is_sparse(layer) else 0
+            return DeepseekLayer(config, experts, backend, mesh.cp)
 
 
 def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:

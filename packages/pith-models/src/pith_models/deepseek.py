@@ -238,6 +238,7 @@ class DeepseekConfig:
             **asdict(self),
             **rope_hf_fields(self.rope_theta, self.rope_scaling),
             "num_key_value_heads": self.num_attention_heads,
+            "num_nextn_predict_layers": 0,
         }
 
 
@@ -299,8 +300,11 @@ class DeepseekAttention(nn.Module):
         return hidden + linear(out.flatten(1), self.o_proj)
 
 
-class DeepseekSparseLayer(nn.Module):
-    """A `DecoderLayer` whose tokens go to K of the experts, and all to the shared ones."""
+class DeepseekLayer(nn.Module):
+    """A `DecoderLayer`: every token goes to K of the experts and to the shared ones, or to an MLP.
+
+    A dense layer has no experts on any rank, and no router.
+    """
 
     def __init__(
         self, config: DeepseekConfig, num_local_experts: int, backend: AttentionBackend, cp: Axis
@@ -308,112 +312,66 @@ class DeepseekSparseLayer(nn.Module):
         super().__init__()
         self.config, self.num_local_experts = config, num_local_experts
         H, I, E = config.hidden_size, config.moe_intermediate_size, num_local_experts
-        std, shared = config.initializer_range, config.n_shared_experts * I
+        std, width = config.initializer_range, config.n_shared_experts * I
         self.self_attention = DeepseekAttention(config, backend, cp)
         self.mlp_norm = declare((H,), Role.NORM)
-        self.router = declare((config.num_experts, H), Role.ROUTER, std=std)
-        if config.is_v3:
-            self.router_bias = declare((config.num_experts,), Role.BALANCE_BIAS)
-        if shared:
-            parts = ("shared_gate_proj", "shared_up_proj")
-            self.shared_gate_up = declare((2 * shared, H), Role.MATRIX, std=std, parts=parts)
-            self.shared_down_proj = declare((H, shared), Role.MATRIX, std=std)
-        parts = ("experts_gate_proj", "experts_up_proj")
-        self.experts_gate_up = declare((E, 2 * I, H), Role.EXPERT_MATRIX, std=std, parts=parts)
-        self.experts_down_proj = declare((E, H, I), Role.EXPERT_MATRIX, std=std)
+        if E:
+            self.router = declare((config.num_experts, H), Role.ROUTER, std=std)
+            if config.is_v3:
+                self.router_bias = declare((config.num_experts,), Role.BALANCE_BIAS)
+            parts = ("experts_gate_proj", "experts_up_proj")
+            self.experts_gate_up = declare((E, 2 * I, H), Role.EXPERT_MATRIX, std=std, parts=parts)
+            self.experts_down_proj = declare((E, H, I), Role.EXPERT_MATRIX, std=std)
+        else:
+            width = config.intermediate_size
+        if width:  # the MLP, or the shared experts
+            parts = ("mlp_gate_proj", "mlp_up_proj")
+            self.mlp_gate_up = declare((2 * width, H), Role.MATRIX, std=std, parts=parts)
+            self.mlp_down_proj = declare((H, width), Role.MATRIX, std=std)
 
     def attention(
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Routing]:
+    ) -> tuple[Tensor, Tensor, Routing | None]:
         """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, routing to `chosen` if given.
 
-        The residual holds what the shared experts add.
+        A sparse layer's residual holds what the shared experts add.
         """
         config, residual = self.config, self.self_attention(hidden, batch)
         tokens = rms_norm(residual, self.mlp_norm, config.rms_norm_eps)
+        if not self.num_local_experts:
+            return tokens, residual, None
         logits = router_logits(tokens, self.router)
         ids, weights, scores = self._choose(logits, chosen)
         if config.n_shared_experts:
-            shared = swiglu(linear(tokens, self.shared_gate_up))
-            residual = residual + linear(shared, self.shared_down_proj)
+            residual = residual + self._mlp(tokens, None)
         routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits)
         return tokens, residual, routing
 
     def _choose(self, logits: Tensor, chosen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
-        top_k, normalise = config.num_experts_per_tok, config.norm_topk_prob
+        args = (logits, config.num_experts_per_tok, config.norm_topk_prob)
         groups, scaling = config.expert_groups, config.routed_scaling_factor
         if config.is_v3:
-            return sigmoid_topk(
-                logits,
-                top_k,
-                normalise,
-                groups=groups,
-                scaling=scaling,
-                chosen=chosen,
-                bias=self.router_bias,
-            )
-        return softmax_topk(logits, top_k, normalise, groups=groups, scaling=scaling, chosen=chosen)
+            bias = self.router_bias
+            return sigmoid_topk(*args, groups=groups, scaling=scaling, chosen=chosen, bias=bias)
+        return softmax_topk(*args, groups=groups, scaling=scaling, chosen=chosen)
+
+    def _mlp(self, tokens: Tensor, weight_grads: WeightGradQueue | None) -> Tensor:
+        gate_up = linear(tokens, self.mlp_gate_up, weight_grads=weight_grads)
+        return linear(swiglu(gate_up), self.mlp_down_proj, weight_grads=weight_grads)
 
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order `[P, H]` -> unweighted expert outputs `[P, H]`."""
-        assert groups is not None, "a sparse layer's rows come in expert order"
+        """Rows in expert order `[P, H]`, dense `[T, H]` -> as many unweighted outputs."""
+        if groups is None:
+            return self._mlp(tokens, weight_grads)
         gate_up = grouped_linear(tokens, self.experts_gate_up, groups, weight_grads)
         return grouped_linear(swiglu(gate_up), self.experts_down_proj, groups, weight_grads)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Weighted expert sums and residual, both `[T, H]` -> hidden `[T, H]`."""
+        """Weighted expert sums or MLP outputs, and residual, `[T, H]` -> hidden `[T, H]`."""
         return residual + combined
-
-
-class DeepseekDenseLayer(nn.Module):
-    """A `DecoderLayer` with one MLP for every token."""
-
-    num_local_experts = 0
-
-    def __init__(self, config: DeepseekConfig, backend: AttentionBackend, cp: Axis):
-        super().__init__()
-        self.config = config
-        H, I, std = config.hidden_size, config.intermediate_size, config.initializer_range
-        self.self_attention = DeepseekAttention(config, backend, cp)
-        self.mlp_norm = declare((H,), Role.NORM)
-        parts = ("mlp_gate_proj", "mlp_up_proj")
-        self.mlp_gate_up = declare((2 * I, H), Role.MATRIX, std=std, parts=parts)
-        self.mlp_down_proj = declare((H, I), Role.MATRIX, std=std)
-
-    def attention(
-        self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, None]:
-        """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, no routing."""
-        residual = self.self_attention(hidden, batch)
-        return rms_norm(residual, self.mlp_norm, self.config.rms_norm_eps), residual, None
-
-    def experts(
-        self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
-    ) -> Tensor:
-        """The MLP: `[T, H]` -> `[T, H]`."""
-        gate_up = linear(tokens, self.mlp_gate_up, weight_grads=weight_grads)
-        return linear(swiglu(gate_up), self.mlp_down_proj, weight_grads=weight_grads)
-
-    def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """MLP outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
-        return residual + combined
-
-
-def deepseek_layer(
-    config: DeepseekConfig,
-    layer: int,
-    *,
-    num_local_experts: int,
-    attention_backend: AttentionBackend,
-    cp: Axis,
-) -> DeepseekSparseLayer | DeepseekDenseLayer:
-    """The layer of this global number, on the meta device."""
-    if config.is_sparse(layer):
-        return DeepseekSparseLayer(config, num_local_experts, attention_backend, cp)
-    return DeepseekDenseLayer(config, attention_backend, cp)
 
 
 def deepseek_tensors(config: DeepseekConfig) -> tuple[CanonicalTensor, ...]:
@@ -451,24 +409,29 @@ def _layer_tensors(config: DeepseekConfig, layer: int) -> list[CanonicalTensor]:
             ("self_attention.q_a_norm", (q_rank,), "self_attn.q_a_layernorm"),
             ("self_attention.q_b_proj", (q_width, q_rank), "self_attn.q_b_proj"),
         ]
-    mlp, key, width = "mlp", "mlp", config.intermediate_size
-    is_sparse, expert_width = config.is_sparse(layer), config.moe_intermediate_size
+    is_sparse, stem, mlp, width = (
+        config.is_sparse(layer),
+        f"{theirs}.mlp",
+        "mlp",
+        config.intermediate_size,
+    )
     if is_sparse:
         plain.append(("router", (E, H), "mlp.gate"))
-        mlp, key, width = "shared", "mlp.shared_experts", config.n_shared_experts * expert_width
+        mlp, width = "mlp.shared_experts", config.n_shared_experts * config.moe_intermediate_size
     if width:
         shapes = {"gate_proj": (width, H), "up_proj": (width, H), "down_proj": (H, width)}
-        plain += [(f"{mlp}_{name}", shape, f"{key}.{name}") for name, shape in shapes.items()]
+        plain += [(f"mlp_{name}", shape, f"{mlp}.{name}") for name, shape in shapes.items()]
     tensors = [
         CanonicalTensor(f"{ours}.{name}", shape, (f"{theirs}.{key}.weight",))
         for name, shape, key in plain
     ]
     if is_sparse and config.is_v3:
-        bias = f"{theirs}.mlp.gate.e_score_correction_bias"
-        tensors.append(CanonicalTensor(f"{ours}.router_bias", (E,), (bias,), keeps_float32=True))
+        bias = (f"{stem}.gate.e_score_correction_bias",)
+        tensors.append(CanonicalTensor(f"{ours}.router_bias", (E,), bias, keeps_float32=True))
     if is_sparse:
-        stem = f"{theirs}.mlp.experts"
-        tensors += gated_expert_tensors(f"{ours}.experts", stem, E, expert_width, H)
+        tensors += gated_expert_tensors(
+            f"{ours}.experts", f"{stem}.experts", E, config.moe_intermediate_size, H
+        )
     return tensors
 
 

@@ -16,10 +16,20 @@ from typing import get_type_hints
 from pith_engine.violations import raise_violations, type_violations
 
 from pith_apps.config import RunConfig
+from pith_apps.recipes.deepseek_v2_lite import deepseek_v2_lite, deepseek_v2_lite_tiny
+from pith_apps.recipes.deepseek_v3 import deepseek_v3, deepseek_v3_tiny
 from pith_apps.recipes.demo import demo
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
 
-BUILT_IN_RECIPES = ("demo", "qwen3-30b-a3b", "qwen3-30b-a3b-tiny")
+BUILT_IN_RECIPES = (
+    "demo",
+    "qwen3-30b-a3b",
+    "qwen3-30b-a3b-tiny",
+    "deepseek-v2-lite",
+    "deepseek-v2-lite-tiny",
+    "deepseek-v3",
+    "deepseek-v3-tiny",
+)
 
 
 def load_recipe(name: str) -> RunConfig:
@@ -36,6 +46,14 @@ def load_recipe(name: str) -> RunConfig:
             return qwen3_30b_a3b()
         case "qwen3-30b-a3b-tiny":
             return qwen3_30b_a3b_tiny()
+        case "deepseek-v2-lite":
+            return deepseek_v2_lite()
+        case "deepseek-v2-lite-tiny":
+            return deepseek_v2_lite_tiny()
+        case "deepseek-v3":
+            return deepseek_v3()
+        case "deepseek-v3-tiny":
+            return deepseek_v3_tiny()
     if name.endswith(".py"):
         return _recipe_of_file(Path(name))
     near = get_close_matches(name, BUILT_IN_RECIPES, n=1, cutoff=0.4)
