@@ -19,8 +19,10 @@ from typing import Any
 from pith_engine.mesh import mesh_violations
 from pith_engine.partition import partition_violations
 from pith_engine.violations import raise_violations
+from pith_models.build import ModelConfig, model_config_from_hf
+from pith_models.hf import read_hf_config
 
-from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, config_record
+from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, config_record, model_record
 from pith_apps.corpus import Corpus, tokenizer_hash
 from pith_apps.data import num_samples, too_few_samples
 from pith_apps.plan import Machine, chosen_attention
@@ -58,7 +60,7 @@ def violations(config: RunConfig, machine: Machine) -> list[str]:
     if config.layers_per_chunk is not None and _sound(own, "mesh.pp", "model.num_hidden_layers"):
         layers = config.model.num_hidden_layers
         found += partition_violations(config.layers_per_chunk, config.mesh.pp, layers)
-    return found + _data_violations(config, own)
+    return found + _start_violations(config) + _data_violations(config, own)
 
 
 def step_violations(config: RunConfig, machine: Machine) -> list[str]:
@@ -168,6 +170,36 @@ def required_checkpoint(config: RunConfig) -> Path:
     return newest
 
 
+def hf_model_changes(source: Path, model: ModelConfig) -> list[str]:
+    """Where the model of a Hugging Face folder differs, a line each; a ValueError without one."""
+    theirs, ours = model_record(model_config_from_hf(read_hf_config(source))), model_record(model)
+    is_family = theirs["model_type"] == ours["model_type"]
+    return [
+        f"model.{name} is {ours[name]}, {source} has {theirs[name]}"
+        for name in (theirs if is_family else ("model_type",))
+        if ours[name] != theirs[name]
+    ]
+
+
+def _start_violations(config: RunConfig) -> list[str]:
+    """A `start.from` that is neither a Hugging Face folder nor a checkpoint of this model."""
+    source = config.start.source
+    if source is None:
+        return []
+    from pith_engine.checkpoint import checkpoint_fault
+
+    try:
+        if (source / "config.json").is_file():
+            found = hf_model_changes(source, config.model)
+        elif (fault := checkpoint_fault(source)) is None:
+            found = fixed_changes(config, source, ("model.",))
+        else:
+            found = [f"a folder with a config.json, or a complete checkpoint, is needed: {fault}"]
+    except ValueError as error:
+        found = [str(error)]
+    return [f"start.from is {str(source)!r}: {line}" for line in found]
+
+
 def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
     """`path: old -> new` for every field of two `config_record` trees that differs."""
     found = []
@@ -250,6 +282,9 @@ def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
             f"runs_folder is {str(config.runs_folder)!r}: {existing} is not a folder that this user"
             f" can write to; set --runs-folder to one that is"
         )
+    checkpoints = config.checkpoint_folder
+    if _sound(own, "name") and os.path.lexists(checkpoints) and not checkpoints.is_dir():
+        found.append(f"{checkpoints} is not a folder: remove it or set another --name")
     return found
 
 

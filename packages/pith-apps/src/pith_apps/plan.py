@@ -35,7 +35,7 @@ def chosen_layers(config: RunConfig) -> tuple[int, ...]:
     if config.layers_per_chunk is not None:
         return config.layers_per_chunk
     flops = forward_flops(config.model, config.train.sequence_length)
-    return layers_per_chunk(flops.layers, 2 * config.mesh.pp, 0.0, flops.head)
+    return layers_per_chunk(flops.layers, 2 * config.mesh.pp, flops.head)
 
 
 def chosen_attention(config: RunConfig) -> AttentionBackend:
@@ -61,7 +61,7 @@ def describe_run(config: RunConfig, machine: Machine, num_tokens: int) -> str:
     train, mesh = config.train, config.mesh
     counts = parameter_counts(config.model)
     flops = forward_flops(config.model, train.sequence_length)
-    costs = chunk_costs(chosen_layers(config), flops.layers, 0.0, flops.head)
+    costs = chunk_costs(chosen_layers(config), flops.layers, flops.head)
     tokens = train.batch * train.sequence_length
     nodes = ceil(machine.world_size / machine.processes_here)
     epochs = train.steps * tokens / num_tokens

@@ -101,7 +101,7 @@ class Mesh:
     pp: Axis
     """Pipeline stages."""
     dp: Axis
-    """Data-parallel replicas."""
+    """Data-parallel ranks."""
     cp: Axis
     """Ranks that share a sequence."""
     ep: Axis
