@@ -3,27 +3,27 @@
 Formulas (DeepSeek-V2, arXiv 2405.04434; V3, arXiv 2412.19437; x is `[T, H]`, n_* are RMS norms):
 
     query       q = Wq n(x), or Wqb n_q(Wqa n(x)) with `q_lora_rank`;  per head Dn + Dr, rope on Dr
-    latent      c, r = Wkva n(x), of R and Dr;  one rotary key for all heads;  c = n_kv(c)
-    attention   k, v = Wkvb c per head;  k = [k, rope(r)];  scale (Dn + Dr)^-0.5 * YaRN's factor
-                h = x + Wo softmax(scale q k', causal) v
-    router      V2: s = softmax(Wr n(h)), the K largest;  with `group_limited_greedy` of the experts
-                in the groups whose best is largest
-                V3: s = sigmoid(Wr n(h)), the K largest of s + bias in the groups whose two best
-                sum highest;  weights are s alone, over their sum if `norm_topk_prob`, times
-                `routed_scaling_factor` in either case
-    layer       h + shared(u) + sum over K experts of w_e E_e(u),  u = n(h), MLPs are SwiGLU;
-                the first `first_k_dense_replace` layers are h + MLP(u)
+    latent      c, r = Wkva n(x), of R and Dr;  c = n_kv(c);  k, v = Wkvb c per head
+    attention   k = [k, rope(r)], one rotary key for all heads;  u = (Dn + Dr)^-0.5 * YaRN's factor
+                h = x + Wo softmax(u q k', causal) v
+    router      V2: s = softmax(Wr n(h)), the K largest;  with `group_limited_greedy` out of the
+                groups with the largest best
+                V3: s = sigmoid(Wr n(h)), the K largest s + bias out of the groups whose two best
+                have the largest sum;  the bias only selects
+                w = s, over their sum if `norm_topk_prob`, times `routed_scaling_factor` anyway
+    layer       h + shared(n(h)) + sum over K experts of w_e E_e(n(h)), all SwiGLU MLPs;
+                h + MLP(n(h)) in the first `first_k_dense_replace`
 
 T tokens, H hidden, R `kv_lora_rank`, Dn, Dr, Dv head dims (`qk_nope_`, `qk_rope_`, `v_`), E
-experts on this rank, I expert width. Shared experts are one MLP of `n_shared_experts * I`.
+experts on this rank, I expert width. Shared experts are one MLP of width `n_shared_experts * I`.
 
-The traps: rotary pairs are (2i, 2i + 1); norms of the low ranks have epsilon 1e-6 whatever
-`rms_norm_eps` says (released code and transformers). Released V2 code scales only what it does not
-normalise, and transformers' V2 never normalises: V2 and V2-Lite do not, so all agree on them, and
-for other settings this follows V3's rule.
+The traps: rotary pairs are (2i, 2i + 1); norms of low ranks have epsilon 1e-6 whatever
+`rms_norm_eps` says. Released V2 code scales only weights that it does not normalise, transformers'
+V2 never normalises; the V2 models do not either, and for other settings V3's rule holds here.
 """
 
 from dataclasses import asdict, dataclass, fields
+from math import prod
 from typing import Literal
 
 import torch
@@ -128,13 +128,12 @@ class DeepseekConfig:
         if not sound:
             return faults
         size, rest = divmod(experts, self.n_group)
+        least, path = 2 if self.is_v3 else 1, f"model.n_group = {self.n_group}: must"
         if self.topk_method == "greedy" and self.n_group > 1:
-            faults.append(f"model.n_group = {self.n_group}: must be 1 with topk_method greedy")
-        if rest or size < (2 if self.is_v3 else 1):
-            least = " of at least 2 experts" if self.is_v3 else ""
+            faults.append(f"{path} be 1 with topk_method greedy")
+        if rest or size < least:
             faults.append(
-                f"model.n_group = {self.n_group}: must divide n_routed_experts = {experts} into "
-                f"groups{least}"
+                f"{path} divide n_routed_experts = {experts} into groups of at least {least}"
             )
         elif self.topk_group * size < self.num_experts_per_tok:
             faults.append(
@@ -233,6 +232,7 @@ class DeepseekConfig:
     def to_hf(self) -> dict:
         """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
         return {
+            "architectures": [f"DeepseekV{3 if self.is_v3 else 2}ForCausalLM"],
             **_FIXED_HF_FIELDS,
             **_version_hf_fields(self.is_v3),
             **asdict(self),
@@ -392,10 +392,11 @@ def _layer_tensors(config: DeepseekConfig, layer: int) -> list[CanonicalTensor]:
     ours, theirs, H = f"layers.{layer}", f"model.layers.{layer}", config.hidden_size
     R, heads, E = config.kv_lora_rank, config.num_attention_heads, config.num_experts
     q_rank, q_width = config.q_lora_rank, heads * config.query_dim
+    kv_a_rows = R + config.qk_rope_head_dim
     kv_width = heads * (config.qk_nope_head_dim + config.v_head_dim)
     plain: list[tuple[str, tuple[int, ...], str]] = [
         ("self_attention.norm", (H,), "input_layernorm"),
-        ("self_attention.kv_a_proj", (R + config.qk_rope_head_dim, H), _KV_A_KEY),
+        ("self_attention.kv_a_proj", (kv_a_rows, H), "self_attn.kv_a_proj_with_mqa"),
         ("self_attention.kv_a_norm", (R,), "self_attn.kv_a_layernorm"),
         ("self_attention.kv_b_proj", (kv_width, R), "self_attn.kv_b_proj"),
         ("self_attention.o_proj", (H, heads * config.v_head_dim), "self_attn.o_proj"),
@@ -409,12 +410,7 @@ def _layer_tensors(config: DeepseekConfig, layer: int) -> list[CanonicalTensor]:
             ("self_attention.q_a_norm", (q_rank,), "self_attn.q_a_layernorm"),
             ("self_attention.q_b_proj", (q_width, q_rank), "self_attn.q_b_proj"),
         ]
-    is_sparse, stem, mlp, width = (
-        config.is_sparse(layer),
-        f"{theirs}.mlp",
-        "mlp",
-        config.intermediate_size,
-    )
+    is_sparse, mlp, width = config.is_sparse(layer), "mlp", config.intermediate_size
     if is_sparse:
         plain.append(("router", (E, H), "mlp.gate"))
         mlp, width = "mlp.shared_experts", config.n_shared_experts * config.moe_intermediate_size
@@ -426,12 +422,11 @@ def _layer_tensors(config: DeepseekConfig, layer: int) -> list[CanonicalTensor]:
         for name, shape, key in plain
     ]
     if is_sparse and config.is_v3:
-        bias = (f"{stem}.gate.e_score_correction_bias",)
+        bias = (f"{theirs}.mlp.gate.e_score_correction_bias",)
         tensors.append(CanonicalTensor(f"{ours}.router_bias", (E,), bias, keeps_float32=True))
     if is_sparse:
-        tensors += gated_expert_tensors(
-            f"{ours}.experts", f"{stem}.experts", E, config.moe_intermediate_size, H
-        )
+        stem, width = f"{theirs}.mlp.experts", config.moe_intermediate_size
+        tensors += gated_expert_tensors(f"{ours}.experts", stem, E, width, H)
     return tensors
 
 
@@ -445,29 +440,22 @@ def deepseek_skipped_keys(config: DeepseekConfig) -> tuple[SkippedKeys, ...]:
 
 def deepseek_layer_flops(config: DeepseekConfig, layer: int, sequence_length: int) -> float:
     """Forward operations of one layer per token, causal attention counted by half."""
-    H, heads, R = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-    Dq, Dv, q_rank = config.query_dim, config.v_head_dim, config.q_lora_rank
-    query = H * heads * Dq if q_rank is None else q_rank * (H + heads * Dq)
-    latent = H * (R + config.qk_rope_head_dim) + R * heads * (config.qk_nope_head_dim + Dv)
-    projections = 2 * (query + latent + heads * Dv * H)
-    scores_and_values = 2 * heads * (Dq + Dv) * (sequence_length + 1) / 2
-    if config.is_sparse(layer):
-        experts = config.num_experts_per_tok + config.n_shared_experts
-        mlp = 6 * H * experts * config.moe_intermediate_size + 2 * H * config.num_experts
-    else:
-        mlp = 6 * H * config.intermediate_size
-    return projections + scores_and_values + mlp
+    products = 0.0
+    for tensor in _layer_tensors(config, layer):
+        if len(tensor.shape) > 1:
+            share = config.num_experts_per_tok / config.num_experts
+            products += prod(tensor.shape) * (share if tensor.is_expert_stack else 1)
+    width = config.num_attention_heads * (config.query_dim + config.v_head_dim)
+    return 2 * products + 2 * width * (sequence_length + 1) / 2
 
 
 def _version_hf_fields(is_v3: bool) -> dict[str, object]:
     return {
         "model_type": f"deepseek_v{3 if is_v3 else 2}",
-        "architectures": [f"DeepseekV{3 if is_v3 else 2}ForCausalLM"],
         "scoring_func": "sigmoid" if is_v3 else "softmax",
     }
 
 
-_KV_A_KEY = "self_attn.kv_a_proj_with_mqa"
 _RESPELLED_HF_FIELDS = (
     "q_lora_rank",
     "n_shared_experts",
