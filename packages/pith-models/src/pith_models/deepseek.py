@@ -116,20 +116,19 @@ class DeepseekConfig:
             faults.append(f"model.qk_rope_head_dim = {self.qk_rope_head_dim}: must be even")
         if self.rope_scaling is not None:
             faults += self.rope_scaling.violations("model.rope_scaling")
-        for name, most, value in (
-            ("num_experts_per_tok", "n_routed_experts", experts),
-            ("first_k_dense_replace", "num_hidden_layers", self.num_hidden_layers),
-            ("topk_group", "n_group", self.n_group),
+        layers, groups = self.num_hidden_layers, self.n_group
+        for name, value, limit, most in (
+            ("num_experts_per_tok", self.num_experts_per_tok, "n_routed_experts", experts),
+            ("first_k_dense_replace", self.first_k_dense_replace, "num_hidden_layers", layers),
+            ("topk_group", self.topk_group, "n_group", groups),
         ):
-            if getattr(self, name) > value:
-                faults.append(
-                    f"model.{name} = {getattr(self, name)}: must be at most {most} = {value}"
-                )
+            if value > most:
+                faults.append(f"model.{name} = {value}: must be at most {limit} = {most}")
         if not sound:
             return faults
-        size, rest = divmod(experts, self.n_group)
-        least, path = 2 if self.is_v3 else 1, f"model.n_group = {self.n_group}: must"
-        if self.topk_method == "greedy" and self.n_group > 1:
+        size, rest = divmod(experts, groups)
+        least, path = 2 if self.is_v3 else 1, f"model.n_group = {groups}: must"
+        if self.topk_method == "greedy" and groups > 1:
             faults.append(f"{path} be 1 with topk_method greedy")
         if rest or size < least:
             faults.append(
