@@ -162,7 +162,7 @@ def vary(config: RunConfig, variations: Sequence[str]) -> RunConfig:
     if "aux" in variations:
         if not model.num_experts:
             raise ValueError("--with aux: the model has no experts to balance; leave it out")
-        method = "sequence" if balance.method == "none" else balance.method
+        method = "sequence" if balance.method in ("none", "bias") else balance.method
         balance = replace(balance, method=method, coefficient=0.5, z_coefficient=0.05)
     if "tied" in variations:
         model = replace(model, tie_word_embeddings=True)

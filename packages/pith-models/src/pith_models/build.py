@@ -15,6 +15,13 @@ from pith_ops.attention import AttentionBackend
 from torch import nn
 
 from pith_models.chunk import DecoderChunk
+from pith_models.deepseek import (
+    DeepseekConfig,
+    DeepseekLayer,
+    deepseek_layer_flops,
+    deepseek_skipped_keys,
+    deepseek_tensors,
+)
 from pith_models.hf import CanonicalTensor, SkippedKeys
 from pith_models.qwen3_dense import Qwen3Config, Qwen3Layer, qwen3_layer_flops, qwen3_tensors
 from pith_models.qwen3_moe import (
@@ -24,7 +31,7 @@ from pith_models.qwen3_moe import (
     qwen3_moe_tensors,
 )
 
-ModelConfig: TypeAlias = Qwen3MoeConfig | Qwen3Config
+ModelConfig: TypeAlias = Qwen3MoeConfig | Qwen3Config | DeepseekConfig
 """The configuration of any family."""
 
 
@@ -109,6 +116,9 @@ def _decoder_layer(
             )
         case Qwen3Config():
             return Qwen3Layer(config, backend, mesh.cp)
+        case DeepseekConfig():
+            experts = experts if config.is_sparse(layer) else 0
+            return DeepseekLayer(config, experts, backend, mesh.cp)
 
 
 def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
@@ -118,6 +128,8 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
             return qwen3_moe_tensors(config)
         case Qwen3Config():
             return qwen3_tensors(config)
+        case DeepseekConfig():
+            return deepseek_tensors(config)
 
 
 def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
@@ -125,6 +137,8 @@ def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
     match config:
         case Qwen3MoeConfig() | Qwen3Config():
             return ()
+        case DeepseekConfig():
+            return deepseek_skipped_keys(config)
 
 
 def model_config_from_hf(fields: dict) -> ModelConfig:
@@ -134,8 +148,11 @@ def model_config_from_hf(fields: dict) -> ModelConfig:
             return Qwen3MoeConfig.from_hf(fields)
         case "qwen3":
             return Qwen3Config.from_hf(fields)
+        case "deepseek_v2" | "deepseek_v3":
+            return DeepseekConfig.from_hf(fields)
         case other:
-            raise ValueError(f"model_type = {other!r}: implemented are ['qwen3_moe', 'qwen3']")
+            known = ["qwen3_moe", "qwen3", "deepseek_v2", "deepseek_v3"]
+            raise ValueError(f"model_type = {other!r}: implemented are {known}")
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
@@ -164,3 +181,5 @@ def _layer_flops(config: ModelConfig, layer: int, sequence_length: int) -> float
             return qwen3_moe_layer_flops(config, layer, sequence_length)
         case Qwen3Config():
             return qwen3_layer_flops(config, sequence_length)
+        case DeepseekConfig():
+            return deepseek_layer_flops(config, layer, sequence_length)

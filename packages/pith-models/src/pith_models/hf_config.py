@@ -82,6 +82,13 @@ class HfConfigReader:
         value = self._values.get(name)
         return default if value is None else value
 
+    def nullable(self, name: str) -> Any:
+        """The value of a field, which may be null; an absent one is a fault."""
+        self._known.add(name)
+        if name not in self._values:
+            self._faults.append(f"{name}: missing")
+        return self._values.get(name)
+
     def rope(self) -> tuple[float, Yarn | None]:
         """Rotary base and YaRN scaling in either spelling."""
         self._known.update(_ROPE_HF_FIELDS)

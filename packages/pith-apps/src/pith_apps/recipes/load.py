@@ -16,6 +16,8 @@ from typing import get_type_hints
 from pith_engine.violations import raise_violations, type_violations
 
 from pith_apps.config import RunConfig
+from pith_apps.recipes.deepseek_v2_lite import deepseek_v2_lite, deepseek_v2_lite_tiny
+from pith_apps.recipes.deepseek_v3 import deepseek_v3, deepseek_v3_tiny
 from pith_apps.recipes.demo import demo
 from pith_apps.recipes.qwen3_8b import qwen3_8b, qwen3_8b_tiny
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
@@ -26,6 +28,8 @@ BUILT_IN_RECIPES = (
     *("qwen3-8b", "qwen3-8b-tiny"),
     *("qwen3-30b-a3b", "qwen3-30b-a3b-tiny"),
     *("qwen3-235b-a22b", "qwen3-235b-a22b-tiny"),
+    *("deepseek-v2-lite", "deepseek-v2-lite-tiny"),
+    *("deepseek-v3", "deepseek-v3-tiny"),
 )
 
 
@@ -51,6 +55,14 @@ def load_recipe(name: str) -> RunConfig:
             return qwen3_235b_a22b()
         case "qwen3-235b-a22b-tiny":
             return qwen3_235b_a22b_tiny()
+        case "deepseek-v2-lite":
+            return deepseek_v2_lite()
+        case "deepseek-v2-lite-tiny":
+            return deepseek_v2_lite_tiny()
+        case "deepseek-v3":
+            return deepseek_v3()
+        case "deepseek-v3-tiny":
+            return deepseek_v3_tiny()
     if name.endswith(".py"):
         return _recipe_of_file(Path(name))
     near = get_close_matches(name, BUILT_IN_RECIPES, n=1, cutoff=0.4)
