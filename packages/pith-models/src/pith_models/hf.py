@@ -84,11 +84,6 @@ class CanonicalTensor:
     """Whether files hold it in fp32, whatever their dtype."""
 
     @property
-    def key_shape(self) -> tuple[int, ...]:
-        """The shape behind each of `keys`."""
-        return self.shape[1:] if self.is_expert_stack else self.shape
-
-    @property
     def fused_shape(self) -> tuple[int, ...]:
         """The shape behind `fused`."""
         assert self.fused is not None, f"{self.name} has no fused key"
@@ -100,7 +95,7 @@ class CanonicalTensor:
     def written(self) -> dict[str, tuple[int, ...]]:
         """The keys that an export writes, with their shapes."""
         if self.keys:
-            return dict.fromkeys(self.keys, self.key_shape)
+            return dict.fromkeys(self.keys, self.shape[1:] if self.is_expert_stack else self.shape)
         assert self.fused is not None, f"{self.name} has no key"
         return {self.fused.key: self.fused_shape}
 
@@ -156,36 +151,32 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
     ):
         self._layout = {tensor.name: tensor for tensor in layout}
         self._dtype = dtype
-        headers = _read_headers(folder)
-        notes = []
+        self._headers = headers = _read_headers(folder)
+        notes = ""
         for group in skipped:
             keys = [key for key in headers if key.startswith(group.prefix)]
             for key in keys:
                 del headers[key]
             if keys:
                 name = group.prefix.removesuffix(".")
-                notes.append(f"; {len(keys)} keys of {name} skipped: {group.reason}")
-        self._headers = headers
-        self._parts = _decodable(headers)
-        _check_keys(folder, layout, headers, self._parts)
+                notes += f"; {len(keys)} keys of {name} skipped: {group.reason}"
+        self._parts = _check_keys(folder, layout, headers)
         self._check_copies(folder, layout)
+        found = [headers[parts[0]].dtype for parts in self._parts.values()]
+        olds = Counter(_dtype_name(_DTYPES.get(name, name)) for name in found)
         new = _dtype_name(dtype)
-        olds = [_dtype_name(_DTYPES[headers[parts[0]].dtype]) for parts in self._parts.values()]
-        counts = sorted(Counter(old for old in olds if old != new).items())
-        changes = ", ".join(f"{number} keys {old} -> {new}" for old, number in counts) or "none"
+        changes = [f"{n} keys {old} -> {new}" for old, n in sorted(olds.items()) if old != new]
         self.account = (
-            f"keys: {len(headers)} loaded, 0 unexpected, 0 missing; dtype changes: {changes}"
-            + "".join(notes)
+            f"keys: {len(headers)} loaded, 0 unexpected, 0 missing; dtype changes: "
+            f"{', '.join(changes) or 'none'}{notes}"
         )
 
     def __getitem__(self, name: str) -> Tensor:
         return self._load(self._layout[name])
 
     def _load(self, tensor: CanonicalTensor) -> Tensor:
-        fused = tensor.fused if _is_fused(tensor, self._parts) else None
-        if fused is None:
-            places: list[tuple[str, int | None]] = [(key, None) for key in tensor.keys]
-        else:
+        places: list[tuple[str, int | None]] = [(key, None) for key in tensor.keys]
+        if fused := tensor.fused if tensor.fused and tensor.fused.key in self._parts else None:
             places = [(fused.key, expert) for expert in range(tensor.shape[0])]
         out = torch.empty(tensor.shape, dtype=self._dtype)
         paths = {self._headers[part].path for key, _ in places for part in self._parts[key]}
@@ -193,12 +184,12 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
             files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in paths}
             for (key, expert), view in zip(places, tensor.slices(out), strict=True):
                 parts = []
-                for name in self._parts[key]:
-                    file = files[self._headers[name].path]
+                for part in self._parts[key]:
+                    file = files[self._headers[part].path]
                     whole = expert is None
-                    parts.append(file.get_tensor(name) if whole else file.get_slice(name)[expert])
+                    parts.append(file.get_tensor(part) if whole else file.get_slice(part)[expert])
                 value = _decode(*parts)
-                view.copy_(value if fused is None else _rows(value, fused))
+                view.copy_(_rows(value, fused) if fused else value)
         return out
 
     def _check_copies(self, folder: Path, layout: Sequence[CanonicalTensor]) -> None:
@@ -329,19 +320,6 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
     return headers
 
 
-def _decodable(headers: Mapping[str, _Header]) -> dict[str, tuple[str, ...]]:
-    """The keys that `_decode` makes of a folder's, each with those that it needs."""
-    return {key: (key,) for key in headers}
-
-
-def _decode(value: Tensor) -> Tensor:
-    return value
-
-
-def _is_fused(tensor: CanonicalTensor, present: Mapping[str, object]) -> bool:
-    return tensor.fused is not None and (not tensor.keys or tensor.fused.key in present)
-
-
 def _rows(stored: Tensor, fused: FusedKey) -> Tensor:
     """The view of an expert's part of a fused key that is ours."""
     ours = stored.mT if fused.is_transposed else stored
@@ -360,40 +338,75 @@ def _rows(stored: Tensor, fused: FusedKey) -> Tensor:
 
 
 def _check_keys(
-    folder: Path,
-    layout: Sequence[CanonicalTensor],
-    headers: Mapping[str, _Header],
-    parts: Mapping[str, tuple[str, ...]],
-) -> None:
+    folder: Path, layout: Sequence[CanonicalTensor], headers: Mapping[str, _Header]
+) -> dict[str, tuple[str, ...]]:
+    """Return, for every key that is read, the names in the files that `_decode` needs."""
     wanted: dict[str, tuple[int, ...]] = {}
     for tensor in layout:
-        if tensor.fused is not None and _is_fused(tensor, parts):
-            wanted[tensor.fused.key] = tensor.fused_shape
-        else:
-            wanted |= dict.fromkeys(tensor.keys, tensor.key_shape)
-    missing = wanted.keys() - parts.keys()
-    wanted |= {key: tensor.shape for tensor in layout for key in tensor.copies if key in parts}
-    shapes = {key: headers[key].shape for key in wanted.keys() & headers.keys()}
-    wrong_shapes = [
-        f"{key} {list(shape)}, expected {list(wanted[key])}"
-        for key, shape in sorted(shapes.items())
-        if shape != wanted[key]
-    ]
-    wrong_dtypes = [
-        f"{key} {headers[key].dtype}" for key in sorted(shapes) if headers[key].dtype not in _DTYPES
-    ]
+        is_fused = tensor.fused is not None and tensor.fused.key in headers
+        wanted |= {tensor.fused.key: tensor.fused_shape} if is_fused else tensor.written
+        wanted |= {key: tensor.shape for key in tensor.copies if key in headers}
+    parts = {key: _parts(key, shape, headers) for key, shape in wanted.items()}
+    needed = {name: facts for part in parts.values() for name, facts in part.items()}
+    found = [(name, headers[name], *needed[name]) for name in sorted(needed.keys() & headers)]
     faults = [
-        f"{label} ({len(keys)}): {_first(keys)}"
-        for label, keys in (
-            ("missing keys", sorted(missing)),
-            ("unexpected keys", sorted(headers.keys() - wanted.keys())),
-            ("wrong shapes", wrong_shapes),
-            ("dtypes that are not implemented", wrong_dtypes),
+        f"{label} ({len(lines)}): {_first(lines)}"
+        for label, lines in (
+            ("missing keys", sorted(needed.keys() - headers)),
+            ("unexpected keys", sorted(headers.keys() - needed)),
+            (
+                "wrong shapes",
+                [
+                    f"{name} {list(header.shape)}, expected {list(shape)}"
+                    for name, header, shape, _ in found
+                    if header.shape != shape
+                ],
+            ),
+            (
+                "wrong dtypes",
+                [
+                    f"{name} {header.dtype}, expected {' or '.join(dtypes)}"
+                    for name, header, _, dtypes in found
+                    if header.dtype not in dtypes
+                ],
+            ),
         )
-        if keys
+        if lines
     ]
     if faults:
         raise ValueError(f"{folder} does not hold this model: " + "; ".join(faults))
+    return {key: tuple(part) for key, part in parts.items()}
+
+
+def _parts(
+    key: str, shape: tuple[int, ...], headers: Mapping[str, _Header]
+) -> dict[str, tuple[tuple[int, ...], Sequence[str]]]:
+    """What the files must hold for a key: names, shapes and allowed dtypes."""
+    if key not in headers and f"{key}_blocks" in headers and len(shape) == 3 and shape[1] % 32 == 0:
+        groups = shape[0], shape[2], shape[1] // 32
+        return {f"{key}_blocks": ((*groups, 16), ["U8"]), f"{key}_scales": (groups, ["U8"])}
+    if key in headers and headers[key].dtype == "F8_E4M3" and len(shape) > 1:
+        grid = *shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)
+        return {key: (shape, ["F8_E4M3"]), f"{key}_scale_inv": (grid, ["F32"])}
+    return {key: (shape, list(_DTYPES))}
+
+
+def _decode(values: Tensor, scales: Tensor | None = None) -> Tensor:
+    """A key's tensor, or an expert's part of it; quantised ones rounded to bf16, as published.
+
+    FP8 `[..., out, in]`: times the fp32 scale of its block of 128 x 128. MXFP4 `[rows, G, 16]`:
+    bytes of two E2M1 numbers, the low one first, times `2 ** (scale - 127)`; the key is transposed.
+    """
+    if scales is None:
+        return values
+    if values.dtype == torch.uint8:
+        magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        codes = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2).long()
+        numbers = torch.cat((magnitudes, -magnitudes))[codes]
+        return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2).mT.bfloat16()
+    rows, columns = values.shape[-2:]
+    scales = scales.repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)
+    return (values.float() * scales[..., :columns]).bfloat16()
 
 
 def _write_files(
@@ -408,21 +421,21 @@ def _write_files(
     for tensor in layout:
         sharing.setdefault(next(iter(tensor.written)), []).append(tensor)
     for key, members in sharing.items():
-        stored = places[key]
-        fused = torch.empty(0 if members[0].keys else stored.shape, dtype=stored.dtype)
+        fused = None
         for tensor in members:
             value = tensors[tensor.name]
             if tuple(value.shape) != tensor.shape:
                 raise ValueError(f"{tensor.name} is {list(value.shape)}, expected {tensor.shape}")
             slices = tensor.slices(value.detach())
-            if tensor.keys:
-                for own_key, view in zip(tensor.keys, slices, strict=True):
-                    places[own_key].write(view)
-            elif tensor.fused is not None:
+            for own_key, view in zip(tensor.keys, slices, strict=False):
+                places[own_key].write(view)
+            if tensor.fused and not tensor.keys:
+                if fused is None:
+                    fused = torch.empty(places[key].shape, dtype=places[key].dtype)
                 for expert, view in zip(fused, slices, strict=True):
                     _rows(expert, tensor.fused).copy_(view)
-        if not members[0].keys:
-            stored.write(fused)
+        if fused is not None:
+            places[key].write(fused)
 
 
 @dataclass(frozen=True)
@@ -492,7 +505,7 @@ def _create_files(
     return places
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
