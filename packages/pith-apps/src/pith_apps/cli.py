@@ -282,10 +282,15 @@ def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Argum
             f"Python file; `pith {command} demo --help` lists the options"
         )
     recipe, *options = rest
-    _option_names(options)
+    config = load_recipe(recipe)
+    for name in _option_names(options):
+        if name.startswith("--model.rope-scaling.") and config.model.rope_scaling is None:
+            raise ValueError(
+                f"{name}: recipe {recipe} has no YaRN; set model.rope_scaling in a file"
+            )
     return tyro.cli(
         form,
-        default=form(config=load_recipe(recipe)),
+        default=form(config=config),
         args=options,
         prog=f"pith {command} {recipe}",
         config=(tyro.conf.AvoidSubcommands,),

@@ -201,4 +201,10 @@ def torch_dtype(name: Literal["bf16", "fp32", "fp64"]) -> torch.dtype:
 
 def config_record(config: RunConfig) -> dict[str, Any]:
     """The tree as JSON values, for `config.json` and a checkpoint's manifest."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    record = {**dataclasses.asdict(config), "model": model_record(config.model)}
+    return json.loads(json.dumps(record, default=str))
+
+
+def model_record(model: ModelConfig) -> dict[str, Any]:
+    """The fields of a model's configuration, and its family under `model_type`."""
+    return {"model_type": model.to_hf()["model_type"], **dataclasses.asdict(model)}

@@ -8,7 +8,6 @@ same bytes; a trained fp32 weight exported in bf16 is rounded.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
 
+from pith_apps.config import model_record
 from pith_apps.corpus import named_eos_token, open_tokenizer, tokenizer_hash
 
 
@@ -96,11 +96,12 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
 
     A ValueError if the folder holds another model than `config`, or the run has a checkpoint.
     """
-    theirs, ours = asdict(model_config_from_hf(read_hf_config(source))), asdict(config)
+    found, ours = model_record(model_config_from_hf(read_hf_config(source))), model_record(config)
+    is_family = found["model_type"] == ours["model_type"]
     different = [
-        f"model.{name} is {ours[name]}, {source} has {value}"
-        for name, value in theirs.items()
-        if ours[name] != value
+        f"model.{name} is {ours[name]}, {source} has {found[name]}"
+        for name in (found if is_family else ("model_type",))
+        if ours[name] != found[name]
     ]
     if different:
         raise ValueError("the recipe describes another model: " + "; ".join(different))

@@ -34,19 +34,23 @@ def size_violations(config: Any, *, may_be_zero: Sequence[str] = ()) -> list[str
 def type_violations(values: Any, annotation: Any, path: str) -> list[str]:
     """Where `values`, a dataclass as `asdict` gives it, holds a value of another type.
 
-    An int serves as a float, a bool not as a number.
+    An int serves as a float, a bool not as a number. A union means its member of these fields.
     """
-    hints = get_type_hints(annotation) if is_dataclass(annotation) else {}
-    if hints and isinstance(values, dict) and values.keys() == hints.keys():
-        prefix = f"{path}." if path else ""
-        return [
-            line
-            for name, value in values.items()
-            for line in type_violations(value, hints[name], prefix + name)
-        ]
+    is_union = get_origin(annotation) in (Union, UnionType)
+    members = get_args(annotation) if is_union else (annotation,)
+    for member in members:
+        hints = get_type_hints(member) if is_dataclass(member) else {}
+        if hints and isinstance(values, dict) and values.keys() == hints.keys():
+            prefix = f"{path}." if path else ""
+            return [
+                line
+                for name, value in values.items()
+                for line in type_violations(value, hints[name], prefix + name)
+            ]
     if _has_type(values, annotation):
         return []
-    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    names = [m.__name__ if isinstance(m, type) else str(m) for m in members]
+    name = " | ".join(names).replace("NoneType", "None")
     return [f"{path} is {values!r}, of type {type(values).__name__}: allowed is {name}"]
 
 

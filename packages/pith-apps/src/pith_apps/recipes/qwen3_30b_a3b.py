@@ -11,7 +11,8 @@ from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import MeshConfig
 from pith_models.qwen3_moe import Qwen3MoeConfig
 
-from pith_apps.config import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig, TrainConfig
+from pith_apps.config import CheckpointConfig, EvaluationConfig, RunConfig, TrainConfig
+from pith_apps.recipes.tiny import tiny_form
 
 
 def qwen3_30b_a3b() -> RunConfig:
@@ -44,27 +45,18 @@ def qwen3_30b_a3b() -> RunConfig:
 def qwen3_30b_a3b_tiny() -> RunConfig:
     """The same structure with every size cut down: trains on a CPU in seconds."""
     full = qwen3_30b_a3b()
-    return replace(
-        full,
-        name="qwen3-30b-a3b-tiny",
-        model=replace(
-            full.model,
-            vocab_size=4096,
-            hidden_size=64,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            intermediate_size=192,
-            moe_intermediate_size=48,
-            num_experts=8,
-            num_experts_per_tok=2,
-            max_position_embeddings=128,
-        ),
-        mesh=MeshConfig(ep=2),
-        data=DataConfig(standard_library=True),
-        train=replace(full.train, steps=4, batch=8, sequence_length=64, dtype="fp32", device="cpu"),
-        lr=replace(full.lr, warmup_steps=1, decay_steps=2),
-        evaluation=EvaluationConfig(interval=0, sequences=8),
-        checkpoint=CheckpointConfig(interval=2),
+    model = replace(
+        full.model,
+        vocab_size=4096,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=192,
+        moe_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
     )
+    return tiny_form(full, model)
