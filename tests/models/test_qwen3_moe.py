@@ -1,28 +1,35 @@
 """Qwen3-MoE against transformers' own model: logits, loss and every gradient.
 
 The oracle is `transformers.Qwen3MoeForCausalLM`, with weights that went through its own
-`save_pretrained` and our reader. transformers computes norms, softmaxes and rotary phases in fp32
-whatever the model's dtype; for the float64 comparison `Promote` asks torch for float64 wherever its
-code says float32, so that agreement to 1e-10 is possible at all.
+`save_pretrained` and our reader.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 from pith_engine.balance import BalanceConfig
-from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, plain_hidden
-from pith_engine.fsdp import Unit, canonical_blocks, shard_chunks
+from pith_engine.contract import Batch, plain_hidden
 from pith_engine.mesh import Mesh
 from pith_engine.overlap import Recompute
 from pith_engine.pipeline import Pipeline
-from pith_models.build import build_chunks, canonical_tensors, model_config_from_hf
-from pith_models.hf import HuggingFaceTensors, read_hf_config
-from pith_ops.attention import AttentionBackend
+from pith_models.build import model_config_from_hf
+from pith_models.hf import read_hf_config
+from their_models import (
+    LENGTH,
+    Promote,
+    load_ours,
+    make_batch,
+    our_gradients,
+    randomise,
+    run_theirs,
+    their_gradients,
+    worst,
+)
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import Qwen3MoeConfig as TheirConfig
 from transformers import Qwen3MoeForCausalLM
 
@@ -49,94 +56,16 @@ VARIANTS: dict[str, dict[str, object]] = {
     "tied": {"tie_word_embeddings": True},
     "sparse-step": {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
 }
-SEQUENCES, LENGTH = 2, 64
-
-
-class Promote(TorchFunctionMode):
-    """Replaces float32 by float64 in every torch call."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        def wide(value: object) -> object:
-            return torch.float64 if value is torch.float32 else value
-
-        if function is Tensor.float:
-            return args[0].double()
-        promoted = {name: wide(value) for name, value in (kwargs or {}).items()}
-        return function(*[wide(value) for value in args], **promoted)
 
 
 def make_theirs(fields: dict[str, object], dtype: torch.dtype) -> Qwen3MoeForCausalLM:
     """A model with weights large enough that a wrong detail shows, norms off 1."""
-    torch.manual_seed(7)
     config = TheirConfig(
         **{**TINY, **fields}, attn_implementation="eager", experts_implementation="eager"
     )
     model = Qwen3MoeForCausalLM(config).to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            else:
-                parameter.copy_(0.15 * torch.randn_like(parameter))
+    randomise(model)
     return model.eval()
-
-
-def make_batch(vocab_size: int) -> Batch:
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(vocab_size, (SEQUENCES, LENGTH), generator=generator)
-    targets = torch.randint(vocab_size, (SEQUENCES, LENGTH), generator=generator)
-    targets[0, 5:9] = IGNORED_TARGET
-    return Batch(
-        tokens=tokens.flatten(),
-        targets=targets.flatten(),
-        positions=torch.arange(LENGTH).repeat(SEQUENCES),
-        sequence_length=LENGTH,
-    )
-
-
-def load_ours(folder: Path, dtype: torch.dtype) -> tuple[list[ModelChunk], list[Unit]]:
-    """The model of a Hugging Face folder in one process, its parameters gathered."""
-    config = model_config_from_hf(read_hf_config(folder))
-    mesh = Mesh.single()
-    first = config.num_hidden_layers // 2
-    chunks = build_chunks(
-        config,
-        mesh,
-        (first, config.num_hidden_layers - first),
-        attention_backend=AttentionBackend.REFERENCE,
-    )
-    units = shard_chunks(chunks, mesh, compute_dtype=dtype, device=torch.device("cpu"))
-    values = HuggingFaceTensors(folder, canonical_tensors(config), dtype)
-    for unit in units:
-        for parameter in unit.parameters:
-            for block in canonical_blocks(parameter, parameter.shard):
-                block.tensor.copy_(values[block.name])
-        unit.gather()
-    return chunks, units
-
-
-def their_gradients(model: Qwen3MoeForCausalLM, folder: Path) -> dict[str, Tensor]:
-    """Gradients of transformers' model under our canonical names."""
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    gradients = {}
-    for tensor in canonical_tensors(model_config_from_hf(read_hf_config(folder))):
-        key = tensor.keys[0]
-        if not tensor.is_expert_stack:
-            gradients[tensor.name] = found[key]
-            continue
-        # transformers holds a layer's experts as `gate_up_proj [E, 2I, H]` and `down_proj`.
-        stack, projection = key.removesuffix(".weight").split(".experts.0.")
-        if projection == "down_proj":
-            gradients[tensor.name] = found[f"{stack}.experts.down_proj"]
-        else:
-            gate, up = found[f"{stack}.experts.gate_up_proj"].chunk(2, dim=1)
-            gradients[tensor.name] = gate if projection == "gate_proj" else up
-    return gradients
-
-
-def worst(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest expected value."""
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 @pytest.mark.parametrize(
@@ -152,15 +81,13 @@ def test_logits_and_every_gradient_agree_with_transformers(
     gradient_rtol: float,
     tmp_path: Path,
 ):
-    if dtype is torch.float64:
-        with Promote():
-            theirs, expected, expected_loss = run_theirs(variant, dtype)
-    else:
-        theirs, expected, expected_loss = run_theirs(variant, dtype)
+    batch = make_batch(TINY["vocab_size"])
+    with Promote() if dtype is torch.float64 else nullcontext():
+        theirs = make_theirs(VARIANTS[variant], dtype)
+        expected, expected_loss = run_theirs(theirs, batch)
     theirs.save_pretrained(tmp_path)
     chunks, units = load_ours(tmp_path, dtype)
 
-    batch = make_batch(TINY["vocab_size"])
     hidden = [hidden for hidden, _ in plain_hidden(chunks, batch)][-1]
     logits = chunks[-1].logits(hidden)
     loss = chunks[-1].loss(hidden, batch)
@@ -169,27 +96,11 @@ def test_logits_and_every_gradient_agree_with_transformers(
     assert (logits - expected).abs().max() < logits_atol
     assert expected.abs().max() > 1, "logits so small that the tolerance would prove nothing"
     assert loss.item() == pytest.approx(expected_loss.item(), rel=gradient_rtol)
-    gradients = their_gradients(theirs, tmp_path)
-    seen = set()
-    for unit in units:
-        unit.reduce()
-        for parameter in unit.parameters:
-            for block in canonical_blocks(parameter, parameter.grad):
-                assert worst(block.tensor, gradients[block.name]) < gradient_rtol, block.name
-                seen.add(block.name)
-    assert seen == gradients.keys()
-
-
-def run_theirs(variant: str, dtype: torch.dtype) -> tuple[Qwen3MoeForCausalLM, Tensor, Tensor]:
-    """transformers' model after a backward of the summed loss: model, logits, loss."""
-    model = make_theirs(VARIANTS[variant], dtype)
-    batch = make_batch(TINY["vocab_size"])
-    logits = model(batch.tokens.view(SEQUENCES, LENGTH)).logits.flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(
-        logits, batch.targets, ignore_index=IGNORED_TARGET, reduction="sum"
-    )
-    loss.backward()
-    return model, logits.detach(), loss.detach()
+    actual = our_gradients(units)
+    gradients = their_gradients(theirs, model_config_from_hf(read_hf_config(tmp_path)))
+    assert actual.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert worst(actual[name], gradient) < gradient_rtol, name
 
 
 def test_packed_documents_do_not_see_each_other(tmp_path: Path):
