@@ -15,6 +15,12 @@ from pith_ops.attention import AttentionBackend
 from torch import nn
 
 from pith_models.chunk import DecoderChunk
+from pith_models.gpt_oss import (
+    GptOssConfig,
+    GptOssLayer,
+    gpt_oss_layer_flops,
+    gpt_oss_tensors,
+)
 from pith_models.hf import CanonicalTensor, SkippedKeys
 from pith_models.qwen3_moe import (
     Qwen3MoeConfig,
@@ -23,8 +29,8 @@ from pith_models.qwen3_moe import (
     qwen3_moe_tensors,
 )
 
-ModelConfig: TypeAlias = Qwen3MoeConfig
-"""A union once there are several families."""
+ModelConfig: TypeAlias = Qwen3MoeConfig | GptOssConfig
+"""The configuration of any family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +93,7 @@ def build_chunks(
                 hidden_size=config.hidden_size,
                 initial_std=config.initializer_range,
                 norm_epsilon=config.rms_norm_eps,
+                norm_rounds_once=isinstance(config, GptOssConfig),
                 is_first=chunk == 0,
                 is_last=is_last,
                 tied_embedding=chunks[0].get_parameter("embedding") if tied else None,
@@ -104,6 +111,8 @@ def _decoder_layer(
             return qwen3_moe_layer(
                 config, layer, num_local_experts=experts, attention_backend=backend, cp=mesh.cp
             )
+        case GptOssConfig():
+            return GptOssLayer(config, layer, experts, backend, mesh.cp)
 
 
 def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
@@ -111,12 +120,14 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
     match config:
         case Qwen3MoeConfig():
             return qwen3_moe_tensors(config)
+        case GptOssConfig():
+            return gpt_oss_tensors(config)
 
 
 def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
     """Keys of the family's Hugging Face files that are left out on purpose."""
     match config:
-        case Qwen3MoeConfig():
+        case Qwen3MoeConfig() | GptOssConfig():
             return ()
 
 
@@ -125,8 +136,10 @@ def model_config_from_hf(fields: dict) -> ModelConfig:
     match fields.get("model_type"):
         case "qwen3_moe":
             return Qwen3MoeConfig.from_hf(fields)
+        case "gpt_oss":
+            return GptOssConfig.from_hf(fields)
         case other:
-            raise ValueError(f"model_type = {other!r}: implemented are ['qwen3_moe']")
+            raise ValueError(f"model_type = {other!r}: implemented are ['qwen3_moe', 'gpt_oss']")
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
@@ -143,10 +156,15 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
 
 def forward_flops(config: ModelConfig, sequence_length: int) -> ForwardFlops:
     """The operations of a token's forward pass in a sequence of this length."""
+    layers = tuple(
+        _layer_flops(config, layer, sequence_length) for layer in range(config.num_hidden_layers)
+    )
+    return ForwardFlops(layers=layers, head=2.0 * config.hidden_size * config.vocab_size)
+
+
+def _layer_flops(config: ModelConfig, layer: int, sequence_length: int) -> float:
     match config:
         case Qwen3MoeConfig():
-            layers = tuple(
-                qwen3_moe_layer_flops(config, layer, sequence_length)
-                for layer in range(config.num_hidden_layers)
-            )
-            return ForwardFlops(layers=layers, head=2.0 * config.hidden_size * config.vocab_size)
+            return qwen3_moe_layer_flops(config, layer, sequence_length)
+        case GptOssConfig():
+            return gpt_oss_layer_flops(config, layer, sequence_length)

@@ -1,0 +1,354 @@
+"""GPT-OSS: configuration, layers and Hugging Face key map.
+
+Formulas (model card, arXiv 2508.10925, and the released code; x is `[T, H]`, n_* are RMS norms, all
+linear maps of a layer have biases):
+
+    attention   q, k = rope(Wq n(x) + bq), rope(Wk n(x) + bk),  v = Wv n(x) + bv
+                P = exp(q k' / sqrt(D)) / (exp(sink) + row sum), a learned sink per query head
+                h = x + Wo P v + bo;  a sliding layer sees the last `sliding_window` keys only
+    router      l = Wr n(h) + br in fp32; the K largest, softmax over these alone
+    experts     g, u = Wgate_e n(h) + bgate_e, Wup_e n(h) + bup_e, clamped: g <= c, -c <= u <= c
+                y = sum over K experts of p_e * (Wdown_e ((u + 1) * g * sigmoid(alpha g)) + bdown_e)
+    layer       h + y
+
+T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are stored as
+one tensor `[E, 2 * I, H]`, gate rows first; checkpoints see two (`parts`).
+The traps: files interleave the rows of gate and up and transpose every expert matrix, which no
+shape tells where H = I, as in the released models. Their YaRN does not round its range
+(`truncate`), their norms round once, and no scaling in a `config.json` means YaRN to transformers.
+"""
+
+from dataclasses import asdict, dataclass, fields, replace
+
+import torch
+from pith_engine.context_parallel import context_attention
+from pith_engine.contract import Batch, Role, Routing, declare
+from pith_engine.mesh import Axis
+from pith_engine.violations import size_violations
+from pith_ops.attention import AttentionBackend
+from pith_ops.device import accumulation_dtype
+from pith_ops.grouped_linear import Groups, grouped_linear
+from pith_ops.linear import linear
+from pith_ops.rms_norm import rms_norm
+from pith_ops.rope import Yarn, apply_rope, rope_frequencies, rope_table
+from pith_ops.routing import router_logits, topk_softmax
+from pith_ops.swiglu import clamped_swiglu
+from pith_ops.weight_grad import WeightGradQueue
+from torch import Tensor, nn
+
+from pith_models.hf import CanonicalTensor, FusedKey, Rows
+from pith_models.hf_config import HfConfigReader, rope_hf_fields
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig:
+    """A GPT-OSS model, under Hugging Face's field names."""
+
+    vocab_size: int
+    """Rows of the embedding and of the head; may exceed the tokenizer's vocabulary."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_hidden_layers: int
+    """Decoder layers, all of them sparse."""
+    num_attention_heads: int
+    """Query heads."""
+    num_key_value_heads: int
+    """Key and value heads; divides the query heads."""
+    head_dim: int
+    """Width of a head; even, independent of the hidden size."""
+    intermediate_size: int
+    """Width of one expert."""
+    num_experts: int
+    """Experts of a layer, over all ranks (`num_local_experts` in files)."""
+    num_experts_per_tok: int
+    """Top-k: experts that each token is sent to."""
+    sliding_window: int
+    """Keys that a query of a sliding layer sees, its own included."""
+    layer_types: tuple[str, ...] = ()
+    """`sliding_attention` or `full_attention` for each layer; empty: even layers (from 0) slide."""
+    rope_theta: float = 150_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: Yarn | None = None
+    """YaRN for longer contexts than the model was first trained on, if any."""
+    rms_norm_eps: float = 1e-5
+    """Added to the mean square inside every norm."""
+    swiglu_limit: float = 7.0
+    """Bound of an expert's gate from above, and of its up projection on both sides."""
+    swiglu_alpha: float = 1.702
+    """Factor of the gate inside its sigmoid."""
+    initializer_range: float = 0.02
+    """Standard deviation of every initial matrix, sink and router bias; other biases are 0."""
+    max_position_embeddings: int = 131_072
+    """Longest sequence that the model is meant for."""
+    tie_word_embeddings: bool = False
+    """Whether the head is the embedding: one parameter, whose gradient sums both uses."""
+
+    def violations(self) -> list[str]:
+        """What is out of range or does not fit, a line each."""
+        faults = size_violations(self)
+        if self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads:
+            faults.append(
+                f"model.num_attention_heads = {self.num_attention_heads}: must be a multiple of "
+                f"num_key_value_heads = {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            faults.append(f"model.head_dim = {self.head_dim}: must be even for rotary embeddings")
+        if self.rope_scaling is not None:
+            faults += self.rope_scaling.violations("model.rope_scaling")
+        if self.num_experts_per_tok > self.num_experts:
+            faults.append(
+                f"model.num_experts_per_tok = {self.num_experts_per_tok}: must be at most "
+                f"num_experts = {self.num_experts}"
+            )
+        kinds = self.layer_types
+        if kinds and (len(kinds) != self.num_hidden_layers or set(kinds) - {_SLIDING, _FULL}):
+            faults.append(
+                f"model.layer_types = {kinds}: must be empty or {_SLIDING} or {_FULL} for each of "
+                f"num_hidden_layers = {self.num_hidden_layers}"
+            )
+        return faults
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's value."""
+        return self.head_dim
+
+    @property
+    def has_window(self) -> bool:
+        """Whether any layer attends within a sliding window."""
+        return any(map(self.is_sliding, range(self.num_hidden_layers)))
+
+    @property
+    def aligned_sizes(self) -> dict[str, int]:
+        """Field -> value of the sizes in grouped products, which GPUs want in multiples of 8."""
+        return {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer of this global number routes its tokens to experts: every one does."""
+        return True
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether the layer of this global number attends within the window."""
+        return self.layer_types[layer] == _SLIDING if self.layer_types else layer % 2 == 0
+
+    @staticmethod
+    def from_hf(hf_fields: dict) -> "GptOssConfig":
+        """Read the fields of a `config.json`: as released, or as transformers 4 or 5 writes it.
+
+        A ValueError names every key that is missing or unknown, or whose value has another type, is
+        out of range or not implemented.
+        """
+        rope_key = "rope_parameters" if hf_fields.get("rope_parameters") else "rope_scaling"
+        fixed, context = dict(_FIXED_HF_FIELDS), "initial_context_length"
+        if original := (hf_fields.get(rope_key) or {}).get("original_max_position_embeddings"):
+            fixed[context] = original
+        read = HfConfigReader(hf_fields, "GPT-OSS", fixed=fixed, neutral=(context,))
+        read.required(rope_key)
+        theta, scaling = read.rope()
+        plain = {name: read.required(name) for name in _PLAIN_HF_FIELDS}
+        plain["num_experts"] = read.required("num_local_experts", "num_experts")
+        plain["num_experts_per_tok"] = read.required("num_experts_per_tok", "experts_per_token")
+        for name, default in _OPTIONAL_HF_FIELDS.items():
+            plain[name] = read.optional(name, default)
+        kinds = read.optional("layer_types", ())
+        read.raise_faults()
+        plain["layer_types"] = tuple(kinds) if isinstance(kinds, list) else kinds
+        config = read.checked(GptOssConfig(**plain, rope_theta=theta, rope_scaling=scaling))
+        derived = replace(config, layer_types=())
+        return derived if derived._kinds == config._kinds else config
+
+    @property
+    def _kinds(self) -> list[str]:
+        layers = range(self.num_hidden_layers)
+        return [_SLIDING if self.is_sliding(layer) else _FULL for layer in layers]
+
+    def to_hf(self) -> dict:
+        """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
+        own = asdict(self)
+        return {
+            "architectures": ["GptOssForCausalLM"],
+            **_FIXED_HF_FIELDS,
+            "num_local_experts": own.pop("num_experts"),
+            **own,
+            **rope_hf_fields(self.rope_theta, self.rope_scaling),
+            "layer_types": self._kinds,
+        }
+
+
+class GptOssAttention(nn.Module):
+    """Grouped-query attention with sinks and perhaps a window, its input norm and residual."""
+
+    def __init__(self, config: GptOssConfig, layer: int, backend: AttentionBackend, cp: Axis):
+        super().__init__()
+        self.config, self.backend, self.cp = config, backend, cp
+        self.window = config.sliding_window if config.is_sliding(layer) else None
+        H, D, std = config.hidden_size, config.head_dim, config.initializer_range
+        q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
+        self.norm = declare((H,), Role.NORM)
+        self.q_proj = declare((q_width, H), Role.MATRIX, std=std)
+        self.q_bias = declare((q_width,), Role.BIAS)
+        self.k_proj = declare((kv_width, H), Role.MATRIX, std=std)
+        self.k_bias = declare((kv_width,), Role.BIAS)
+        self.v_proj = declare((kv_width, H), Role.MATRIX, std=std)
+        self.v_bias = declare((kv_width,), Role.BIAS)
+        self.sinks = declare((config.num_attention_heads,), Role.SINK, std=std)
+        self.o_proj = declare((H, q_width), Role.MATRIX, std=std)
+        self.o_bias = declare((H,), Role.BIAS)
+
+    def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """`[T, H]` -> `[T, H]`, the input added."""
+        D, theta = self.config.head_dim, self.config.rope_theta
+        dtype, yarn = hidden.dtype, self.config.rope_scaling
+        normed = rms_norm(hidden, self.norm, self.config.rms_norm_eps, rounds_once=True)
+        heads = (normed.shape[0], -1, D)
+        # 1. Project; biases are kept in fp32 and would make the sums so.
+        query = linear(normed, self.q_proj, self.q_bias.to(dtype)).view(heads)
+        key = linear(normed, self.k_proj, self.k_bias.to(dtype)).view(heads)
+        value = linear(normed, self.v_proj, self.v_bias.to(dtype)).view(heads)
+        # 2. Rotate q and k by their positions.
+        wide = accumulation_dtype(dtype)
+        frequencies = rope_frequencies(D, theta, yarn=yarn, dtype=wide, device=hidden.device)
+        cos, sin = rope_table(batch.positions, frequencies, yarn.table_scale if yarn else 1.0)
+        query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+        # 3. Attend within each sequence, project back, add the residual.
+        out = context_attention(
+            *(query, key, value, batch, self.cp),
+            window=self.window,
+            sinks=self.sinks,
+            backend=self.backend,
+        )
+        return hidden + linear(out.flatten(1), self.o_proj, self.o_bias.to(dtype))
+
+
+class GptOssLayer(nn.Module):
+    """A `DecoderLayer` whose tokens go to K of the experts."""
+
+    def __init__(
+        self,
+        config: GptOssConfig,
+        layer: int,
+        num_local_experts: int,
+        backend: AttentionBackend,
+        cp: Axis,
+    ):
+        super().__init__()
+        self.config, self.num_local_experts = config, num_local_experts
+        H, I, E = config.hidden_size, config.intermediate_size, num_local_experts
+        std, parts = config.initializer_range, ("experts_gate_proj", "experts_up_proj")
+        self.self_attention = GptOssAttention(config, layer, backend, cp)
+        self.mlp_norm = declare((H,), Role.NORM)
+        self.router = declare((config.num_experts, H), Role.ROUTER, std=std)
+        self.router_bias = declare((config.num_experts,), Role.BIAS, std=std)
+        self.experts_gate_up = declare((E, 2 * I, H), Role.EXPERT_MATRIX, std=std, parts=parts)
+        self.experts_gate_bias = declare((E, I), Role.EXPERT_BIAS)
+        self.experts_up_bias = declare((E, I), Role.EXPERT_BIAS)
+        self.experts_down_proj = declare((E, H, I), Role.EXPERT_MATRIX, std=std)
+        self.experts_down_bias = declare((E, H), Role.EXPERT_BIAS)
+
+    def attention(
+        self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Routing]:
+        """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, routing to `chosen` if given."""
+        config, residual = self.config, self.self_attention(hidden, batch)
+        tokens = rms_norm(residual, self.mlp_norm, config.rms_norm_eps, rounds_once=True)
+        logits = router_logits(tokens, self.router, self.router_bias)
+        ids, weights, scores = topk_softmax(logits, config.num_experts_per_tok, chosen=chosen)
+        routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits)
+        return tokens, residual, routing
+
+    def experts(
+        self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
+    ) -> Tensor:
+        """Rows in expert order `[P, H]` -> unweighted expert outputs `[P, H]`."""
+        assert groups is not None, "a sparse layer's rows come in expert order"
+        limit, alpha = self.config.swiglu_limit, self.config.swiglu_alpha
+        bias = torch.cat([self.experts_gate_bias, self.experts_up_bias], 1)
+        gate_up = grouped_linear(tokens, self.experts_gate_up, groups, weight_grads, bias)
+        inner = clamped_swiglu(gate_up, limit=limit, alpha=alpha)
+        down, bias = self.experts_down_proj, self.experts_down_bias
+        return grouped_linear(inner, down, groups, weight_grads, bias)
+
+    def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
+        """Weighted expert sums and residual, both `[T, H]` -> hidden `[T, H]`."""
+        return residual + combined
+
+
+def gpt_oss_tensors(config: GptOssConfig) -> tuple[CanonicalTensor, ...]:
+    """Every tensor of the whole model, in order."""
+    V, H, D = config.vocab_size, config.hidden_size, config.head_dim
+    heads, I, E = config.num_attention_heads, config.intermediate_size, config.num_experts
+    q_width, kv_width = heads * D, config.num_key_value_heads * D
+    tied, head = config.tie_word_embeddings, "lm_head.weight"
+    embedding_keys, copies = ("model.embed_tokens.weight",), (head,) if tied else ()
+    tensors = [CanonicalTensor("embedding", (V, H), embedding_keys, copies=copies)]
+    for layer in range(config.num_hidden_layers):
+        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        attention, stem = f"{theirs}.self_attn", f"{theirs}.mlp.experts"
+        plain: list[tuple[str, tuple[int, ...], str]] = [
+            ("self_attention.norm", (H,), f"{theirs}.input_layernorm.weight"),
+            ("self_attention.sinks", (heads,), f"{attention}.sinks"),
+            ("mlp_norm", (H,), f"{theirs}.post_attention_layernorm.weight"),
+            ("router", (E, H), f"{theirs}.mlp.router.weight"),
+            ("router_bias", (E,), f"{theirs}.mlp.router.bias"),
+        ]
+        widths = {"q": (q_width, H), "k": (kv_width, H), "v": (kv_width, H), "o": (H, q_width)}
+        for name, shape in widths.items():
+            key = f"{attention}.{name}_proj"
+            plain.append((f"self_attention.{name}_proj", shape, f"{key}.weight"))
+            plain.append((f"self_attention.{name}_bias", shape[:1], f"{key}.bias"))
+        tensors += [CanonicalTensor(f"{ours}.{name}", shape, (key,)) for name, shape, key in plain]
+        fused = {
+            "gate": ("gate_up_proj", Rows.EVEN, (I, H)),
+            "up": ("gate_up_proj", Rows.ODD, (I, H)),
+            "down": ("down_proj", Rows.ALL, (H, I)),
+        }
+        for name, (key, rows, shape) in fused.items():
+            matrix = FusedKey(f"{stem}.{key}", rows, is_transposed=True)
+            stacks = {
+                "proj": (matrix, shape),
+                "bias": (FusedKey(f"{stem}.{key}_bias", rows), shape[:1]),
+            }
+            tensors += [
+                CanonicalTensor(f"{ours}.experts_{name}_{end}", (E, *of_one), (), True, fused=place)
+                for end, (place, of_one) in stacks.items()
+            ]
+    tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
+    if not tied:
+        tensors.append(CanonicalTensor("head", (V, H), (head,)))
+    return tuple(tensors)
+
+
+def gpt_oss_layer_flops(config: GptOssConfig, layer: int, sequence_length: int) -> float:
+    """Forward operations of one layer per token, over the keys that a query sees on average."""
+    H, width = config.hidden_size, config.num_attention_heads * config.head_dim
+    kv_width = config.num_key_value_heads * config.head_dim
+    span = min(config.sliding_window, sequence_length) if config.is_sliding(layer) else None
+    span = sequence_length if span is None else span
+    # The first `span` queries see 1, 2, ... keys, the others `span` each.
+    keys = span - span * (span - 1) / 2 / sequence_length
+    projections = 2 * H * (2 * width + 2 * kv_width)
+    experts = config.num_experts_per_tok * 6 * H * config.intermediate_size
+    return projections + 2 * 2 * width * keys + experts + 2 * H * config.num_experts
+
+
+_OPTIONAL_HF_FIELDS = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "tie_word_embeddings": False}
+_RESPELLED_HF_FIELDS = (
+    *("num_experts", "num_experts_per_tok", "layer_types", "rope_theta", "rope_scaling"),
+    *_OPTIONAL_HF_FIELDS,
+)
+_PLAIN_HF_FIELDS = tuple(
+    field.name for field in fields(GptOssConfig) if field.name not in _RESPELLED_HF_FIELDS
+)
+_FIXED_HF_FIELDS = {
+    "model_type": "gpt_oss",
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+}
