@@ -31,7 +31,7 @@ FIXED_FIELDS = ("model.", "train.seed:", "train.batch:", "train.sequence_length:
 CAPABILITIES = (
     (
         "balance.method bias",
-        "model_type qwen3_moe",
+        "a model_type other than deepseek_v3",
         "its Hugging Face format has no place for the bias; use global-batch or sequence",
     ),
 )
@@ -67,7 +67,9 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
     found = own + _model_violations(config, own)
     settings = {
         "balance.method bias": config.balance.method == "bias",
-        "model_type qwen3_moe": config.model.to_hf()["model_type"] == "qwen3_moe",
+        "a model_type other than deepseek_v3": (
+            config.model.to_hf()["model_type"] != "deepseek_v3"
+        ),
     }
     found += [
         f"{option} with {other}: {reason}"

@@ -152,7 +152,7 @@ def vary(config: RunConfig, variations: Sequence[str]) -> RunConfig:
         raise ValueError(f"--with {','.join(unknown)}: allowed are {', '.join(VARIATIONS)}")
     balance, model, optim, train = config.balance, config.model, config.optim, config.train
     if "aux" in variations:
-        method = "sequence" if balance.method == "none" else balance.method
+        method = "sequence" if balance.method in ("none", "bias") else balance.method
         balance = replace(balance, method=method, coefficient=0.5, z_coefficient=0.05)
     if "tied" in variations:
         model = replace(model, tie_word_embeddings=True)

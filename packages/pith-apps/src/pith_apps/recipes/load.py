@@ -17,9 +17,19 @@ from pith_engine.violations import raise_violations, type_violations
 
 from pith_apps.config import RunConfig
 from pith_apps.recipes.demo import demo
+from pith_apps.recipes.gpt_oss_20b import gpt_oss_20b, gpt_oss_20b_tiny
+from pith_apps.recipes.gpt_oss_120b import gpt_oss_120b, gpt_oss_120b_tiny
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
 
-BUILT_IN_RECIPES = ("demo", "qwen3-30b-a3b", "qwen3-30b-a3b-tiny")
+BUILT_IN_RECIPES = (
+    "demo",
+    "qwen3-30b-a3b",
+    "qwen3-30b-a3b-tiny",
+    "gpt-oss-20b",
+    "gpt-oss-20b-tiny",
+    "gpt-oss-120b",
+    "gpt-oss-120b-tiny",
+)
 
 
 def load_recipe(name: str) -> RunConfig:
@@ -36,6 +46,14 @@ def load_recipe(name: str) -> RunConfig:
             return qwen3_30b_a3b()
         case "qwen3-30b-a3b-tiny":
             return qwen3_30b_a3b_tiny()
+        case "gpt-oss-20b":
+            return gpt_oss_20b()
+        case "gpt-oss-20b-tiny":
+            return gpt_oss_20b_tiny()
+        case "gpt-oss-120b":
+            return gpt_oss_120b()
+        case "gpt-oss-120b-tiny":
+            return gpt_oss_120b_tiny()
     if name.endswith(".py"):
         return _recipe_of_file(Path(name))
     near = get_close_matches(name, BUILT_IN_RECIPES, n=1, cutoff=0.4)
