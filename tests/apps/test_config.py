@@ -180,6 +180,11 @@ def test_run_folders_that_cannot_be_written(run, tmp_path):
     (found,) = violations(blocked, machine())
     assert "runs_folder" in found
     assert str(tmp_path / "file") in found
+    folder = tmp_path / "dangling" / "checkpoints"
+    folder.parent.mkdir()
+    folder.symlink_to(tmp_path / "gone")
+    (found,) = violations(replace(run, runs_folder=tmp_path, name="dangling"), machine())
+    assert found.startswith(f"{folder} is not a folder")
     for name in ("", "..", "a/b", "é" * 128):
         (found,) = violations(replace(run, name=name), machine())
         assert f"name is {name!r}" in found

@@ -13,13 +13,20 @@ from pith_apps.config import config_record
 from pith_apps.convert import export_checkpoint, import_checkpoint
 from pith_apps.corpus import tokenizer_hash
 from pith_apps.recipes.demo import demo
-from pith_engine.checkpoint import find_checkpoint, read_manifest, save_checkpoint, tensor_names
+from pith_engine.checkpoint import (
+    find_checkpoint,
+    read_manifest,
+    read_tensor,
+    save_checkpoint,
+    tensor_names,
+)
 from pith_engine.contract import Batch, Role, plain_hidden
 from pith_engine.fsdp import sharded_parameters
 from pith_engine.mesh import Mesh
 from pith_engine.optim import AdamW, OptimizerConfig
 from pith_models.build import ModelConfig, model_config_from_hf
 from pith_models.hf import read_hf_config
+from safetensors.torch import save_file
 from tiny_qwen3 import assert_same_bytes, read_weights, save_tiny_qwen3
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -154,6 +161,62 @@ def test_import_into_another_model_is_refused(source: Path, tmp_path: Path):
         import_checkpoint(source, tmp_path / "imported", config)
     assert f"model.num_experts_per_tok is 4, {source} has 2" in str(error.value)
     assert "model.norm_topk_prob" in str(error.value)
+    assert not (tmp_path / "imported").exists()
+
+
+def test_tokenizer_beyond_the_vocabulary_is_refused(source: Path, tmp_path: Path):
+    """One that is smaller, as the source's is, shrinks nothing."""
+    config = config_of(source)
+    imported = import_checkpoint(source, tmp_path / "imported", config)
+    small = tmp_path / "small"
+    export_checkpoint(imported, small, config, dtype=torch.bfloat16, companions=source)
+    assert read_weights(small)["lm_head.weight"].shape == (97, 64)
+    assert json.loads((small / "config.json").read_text())["vocab_size"] == 97
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["last"] = 96
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    export_checkpoint(imported, tmp_path / "fits", config, dtype=torch.bfloat16, companions=source)
+    tokenizer["model"]["vocab"]["last"] = 97
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    message = r"tokenizer\.json has ids up to 97, but model\.vocab_size is 97"
+    with pytest.raises(ValueError, match=message):
+        import_checkpoint(source, tmp_path / "again", config)
+    with pytest.raises(ValueError, match=message):
+        export_checkpoint(
+            imported, tmp_path / "out", config, dtype=torch.bfloat16, companions=source
+        )
+    assert not (tmp_path / "again").exists() and not (tmp_path / "out").exists()
+
+
+def test_fp32_goes_to_and_fro_without_a_changed_bit(source: Path, tmp_path: Path):
+    """A source in fp32, whose values bf16 does not have."""
+    config, theirs = config_of(source), read_weights(source)
+    generator = torch.Generator().manual_seed(1)
+    for path in source.glob("model*"):
+        path.unlink()
+    theirs = {key: torch.randn(t.shape, generator=generator) for key, t in theirs.items()}
+    save_file(theirs, source / "model.safetensors")
+    first = import_checkpoint(source, tmp_path / "first", config)
+    export_checkpoint(first, tmp_path / "out", config, dtype=torch.float32, companions=source)
+    out = read_weights(tmp_path / "out")
+    assert out.keys() == theirs.keys()
+    assert all(out[key].dtype == torch.float32 for key in out)
+    assert all(torch.equal(out[key], theirs[key]) for key in out)
+    second = import_checkpoint(tmp_path / "out", tmp_path / "second", config)
+    assert tensor_names(first) == tensor_names(second)
+    for name in tensor_names(first):
+        key = f"model.{name}"
+        assert torch.equal(read_tensor(first, key), read_tensor(second, key)), name
+
+
+def test_damaged_source_leaves_nothing(source: Path, tmp_path: Path):
+    path = sorted(source.glob("*.safetensors"))[1]
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ValueError, match=f"{path.name} is damaged"):
+        import_checkpoint(source, tmp_path / "imported", config_of(source))
+    path.unlink()
+    with pytest.raises(ValueError, match=f"lacks {path.name}, named by its index"):
+        import_checkpoint(source, tmp_path / "imported", config_of(source))
     assert not (tmp_path / "imported").exists()
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from pith_apps.config import TrainConfig
 from pith_apps.data import (
     TrainingData,
     held_out_batches,
@@ -17,9 +18,15 @@ CPU = torch.device("cpu")
 
 
 def training_data(tokens: np.ndarray, mesh: Mesh | None = None, **changes: int) -> TrainingData:
-    sizes = {"sequence_length": 8, "batch_size": 4, "micro_batch_size": 1, "seed": 0}
-    sizes |= {"vocab_size": 1 << 20, **changes}
-    return TrainingData(tokens, mesh or Mesh.single(), device=CPU, **sizes)
+    train, vocab_size = sizes(4, changes)
+    return TrainingData(tokens, mesh or Mesh.single(), train, vocab_size=vocab_size, device=CPU)
+
+
+def sizes(batch: int, changes: dict[str, int]) -> tuple[TrainConfig, int]:
+    """Sequences of 8 unless changed, and the vocabulary's size."""
+    fields = {"steps": 1, "sequence_length": 8, "batch": batch, **changes}
+    vocab_size = fields.pop("vocab_size", 1 << 20)
+    return TrainConfig(**fields), vocab_size
 
 
 def flat(lists: list[list]) -> list:
@@ -95,13 +102,13 @@ def step_samples(mesh_list: list[Mesh], step: int, **changes: int) -> list[list[
 
 @pytest.mark.parametrize("step", [1, 2, 3, 9])
 def test_samples_belong_to_steps_not_to_ranks(step: int) -> None:
-    sizes = {"batch_size": 8, "micro_batch_size": 2}
+    sizes = {"batch": 8, "micro_batch": 2}
     single = step_samples(meshes(), step, **sizes)
     assert len(single) == 4
     for mesh_sizes in [{"dp": 2}, {"ep": 4}, {"dp": 2, "ep": 2}, {"pp": 2, "ep": 2}, {"pp": 4}]:
         assert step_samples(meshes(**mesh_sizes), step, **sizes) == single
     # The micro-batch size regroups the same samples.
-    ungrouped = step_samples(meshes(dp=2), step, batch_size=8)
+    ungrouped = step_samples(meshes(dp=2), step, batch=8)
     assert flat(single) == flat(ungrouped)
     assert single != step_samples(meshes(), step, **sizes, seed=1)
 
@@ -118,7 +125,7 @@ def test_ranks_of_one_pipeline_read_the_same() -> None:
 
 def test_epochs_follow_each_other_in_another_order() -> None:
     tokens = np.arange(8 * 10 + 1)
-    data = training_data(tokens, batch_size=4)
+    data = training_data(tokens, batch=4)
     read = [int(b.tokens[0]) // 8 for step in range(1, 11) for b in data.micro_batches(step)]
     epochs = [read[start : start + 10] for start in range(0, 40, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
@@ -145,28 +152,32 @@ def test_too_little_data_and_uneven_batches_are_refused() -> None:
     training_data(np.arange(8 * 4 + 1))
     assert "0 samples" in too_few_samples(0, 8, 4)
     for kind in ("training", "held out"):
-        with pytest.raises(ValueError, match=r"batch 6 .* micro-batch 1 x 4 batch ranks .* = 4"):
+        with pytest.raises(ValueError, match=r"batch 6 .* train.micro_batch 1 x 4 batch ranks"):
             if kind == "training":
-                training_data(np.arange(1000), meshes(ep=2, dp=2)[0], batch_size=6)
+                training_data(np.arange(1000), meshes(ep=2, dp=2)[0], batch=6)
             else:
-                held_out(np.arange(1000), meshes(ep=2, dp=2)[0], batch_size=6)
+                held_out(np.arange(1000), meshes(ep=2, dp=2)[0], batch=6)
 
 
 def test_ids_outside_the_vocabulary_are_refused() -> None:
     tokens = np.zeros(8 * 40 + 1, dtype=np.uint16)
     tokens[77] = 100
-    data = training_data(tokens, vocab_size=100, batch_size=40)
+    data = training_data(tokens, vocab_size=100, batch=40)
     with pytest.raises(ValueError, match="id 100, outside vocab_size 100"):
         data.micro_batches(1)
     with pytest.raises(ValueError, match="id 100, outside vocab_size 100"):
         held_out(tokens, Mesh.single(), vocab_size=100)
-    training_data(tokens, vocab_size=101, batch_size=40).micro_batches(1)
+    training_data(tokens, vocab_size=101, batch=40).micro_batches(1)
 
 
 def held_out(tokens: np.ndarray, mesh: Mesh, **changes: int) -> list[list[Batch]]:
-    sizes = {"sequence_length": 8, "batch_size": 8, "micro_batch_size": 1}
-    sizes |= {"vocab_size": 1 << 20, **changes}
-    return list(held_out_batches(tokens, mesh, device=CPU, **sizes))
+    max_samples = changes.pop("max_samples", None)
+    train, vocab_size = sizes(8, changes)
+    return list(
+        held_out_batches(
+            tokens, mesh, train, vocab_size=vocab_size, device=CPU, max_samples=max_samples
+        )
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [2, 9, 10, 11 * 8 + 1, 16 * 8 + 1, 16 * 8 + 2, 150])
@@ -176,7 +187,7 @@ def test_held_out_targets_once_and_all_ranks_stop_together(
 ) -> None:
     tokens = np.arange(num_tokens, dtype=np.uint16)
     mesh_list = meshes(**sizes)
-    calls = {mesh.batch_rank: held_out(tokens, mesh, micro_batch_size=2) for mesh in mesh_list}
+    calls = {mesh.batch_rank: held_out(tokens, mesh, micro_batch=2) for mesh in mesh_list}
     num_calls = -(-(num_tokens - 1) // (8 * 8))
     seen = []
     for batches_of_calls in calls.values():
@@ -223,10 +234,9 @@ def test_cp_ranks_share_the_samples_of_a_step_and_cut_them_after_the_shift() -> 
 
 def test_held_out_targets_are_counted_once_over_cp() -> None:
     tokens = np.arange(60, dtype=np.uint32)
-    sizes = {"sequence_length": 8, "batch_size": 2, "micro_batch_size": 1, "vocab_size": 100}
     counted: list[int] = []
     for mesh in meshes(cp=2):
-        for batches in held_out_batches(tokens, mesh, device=CPU, **sizes):
+        for batches in held_out(tokens, mesh, batch=2):
             for batch in batches:
                 counted += batch.targets[batch.targets != IGNORED_TARGET].tolist()
     assert sorted(counted) == list(range(1, 60))

@@ -290,6 +290,70 @@ def test_a_fault_in_one_rank_ends_the_job_before_the_update(tmp_path, fault, nam
     assert [path.name for path in checkpoints] == ["step-00000001", "step-00000002"]
 
 
+def same_batch(folder: Path) -> list[str]:
+    """Options for one corpus of 8 samples, to train and to evaluate on: the first batch is all."""
+    words = [f" {chr(97 + n * 7 % 26)}" for n in range(8 * 16)]
+    (folder / "words.txt").write_text("".join(words))
+    tokenizer = str(folder / "runs" / "standard-library" / "tokenizer")
+    command = ["--inputs", "words.txt", "--tokenizer", tokenizer, "--output", "words"]
+    assert "129 tokens" in pith(folder, "tokenize", *command)
+    data = ["--data.no-standard-library", "--data.training", "words", "--data.held-out", "words"]
+    return [*data, "--data.tokenizer", tokenizer, "--train.sequence-length", "16"]
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_the_weights_of_another(folder):
+    """The first training loss on pp2-ep2 is what `pith evaluate` says of the same batch."""
+    options, export = same_batch(folder), "runs/whole/export"
+    pith(folder, "convert", "import", *TINY, "--source", export, "--name", "imported")
+    printed = pith(folder, "evaluate", *TINY, *options, "--name", "imported")
+    expected = float(printed.partition("held-out loss ")[2].split()[0])
+    assert "(128 tokens of words)" in printed
+    checkpoint = "runs/whole/checkpoints/step-00000006"
+    for name, source in (("checkpoint", checkpoint), ("hugging-face", export)):
+        run = ["pretrain", *FOUR_RANKS, *options, "--name", name, "--start.from", source]
+        output = pith(folder, *run, "--train.steps", "1")
+        assert f"step 1 starts from the weights of {source}" in output
+        assert steps_of(folder, name)[0][1] == pytest.approx(expected, abs=1e-5)
+    assert "keys: 135 loaded, 0 unexpected, 0 missing; dtype changes: none" in output
+    again = pith(folder, *run, "--train.steps", "2")
+    assert f"start.from {source} is not read: the checkpoint goes first" in again
+    assert "resumed at step 1 of 2" in again
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["runs/whole/export", "--model.num-experts", "4"], "model.num_experts is 4, runs/whole"),
+        (["runs/whole/checkpoints"], "a folder with a config.json, or a complete checkpoint, is"),
+        (["runs/whole"], "'runs/whole': model_type = None: implemented are"),
+        (
+            ["runs/whole/checkpoints/step-00000006", "--model.num-experts-per-tok", "3"],
+            "model.num_experts_per_tok: 2 -> 3",
+        ),
+    ],
+)
+def test_what_a_run_cannot_start_from(folder, monkeypatch, capsys, options, named):
+    monkeypatch.chdir(folder)
+    assert main(["pretrain", *TINY, "--name", "new", "--start.from", *options]) == 2
+    error = capsys.readouterr().err
+    assert "start.from is 'runs/whole" in error and named in error
+    assert not (folder / "runs" / "new").exists()
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path):
+    """An update may overflow fp32 while its gradient is finite; the checkpoint before it stays."""
+    run = ["pretrain", *TINY, "--name", "huge", "--checkpoint.keep", "1", "--train.steps"]
+    pith(tmp_path, *run, "2")
+    process = start(tmp_path, *run, "3", "--lr.peak", "1e39")
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "step 3: weights not finite in embedding on rank 0" in error
+    kept = [path.name for path in (tmp_path / "runs" / "huge" / "checkpoints").iterdir()]
+    assert kept == ["step-00000002"]
+    assert "resumed at step 2" in pith(tmp_path, *run, "3")
+
+
 def test_changed_fields_names_paths_in_both_trees():
     old = {"a": 1, "b": {"c": 2, "d": [1]}, "gone": 0}
     new = {"a": 1, "b": {"c": 3, "d": [1, 2]}, "added": 0}

@@ -112,7 +112,7 @@ def test_violations_come_together_with_valid_values():
     assert "= 3 from 2 x pp times that, 6; set --train.batch 12, times" in uneven
     assert mesh_violations(MeshConfig(pp=2, ep=2), world_size=4, **model) == []
     dense = mesh_violations(MeshConfig(ep=2), world_size=2, **model | {"num_experts": 0})
-    assert dense == ["mesh.ep = 2: the model has no experts; use 1"]
+    assert dense == ["mesh.ep = 2: the model has no experts; use mesh.dp"]
 
 
 def test_a_sequence_that_cp_does_not_cut_evenly():

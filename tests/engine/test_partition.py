@@ -7,10 +7,9 @@ import pytest
 from pith_engine.partition import chunk_costs, describe_partition, layers_per_chunk
 
 
-def quality(layers, layer_costs, embedding, head) -> tuple[float, float]:
+def quality(layers, layer_costs, head) -> tuple[float, float]:
     """(most loaded rank, sum of squared chunk costs), from first principles."""
     costs = list(layer_costs)
-    costs[0] += embedding
     costs[-1] += head
     ends = [sum(layers[: n + 1]) for n in range(len(layers))]
     sums = [sum(costs[a:b]) for a, b in pairwise([0, *ends])]
@@ -18,13 +17,13 @@ def quality(layers, layer_costs, embedding, head) -> tuple[float, float]:
     return max(ranks), sum(s * s for s in sums)
 
 
-def best_by_trying(layer_costs, num_chunks, embedding, head) -> tuple[float, float]:
+def best_by_trying(layer_costs, num_chunks, head) -> tuple[float, float]:
     num_layers = len(layer_costs)
     splits = (
         [b - a for a, b in pairwise((0, *cuts, num_layers))]
         for cuts in combinations(range(1, num_layers), num_chunks - 1)
     )
-    found = [quality(layers, layer_costs, embedding, head) for layers in splits]
+    found = [quality(layers, layer_costs, head) for layers in splits]
     most = min(rank for rank, _ in found)
     return most, min(squares for rank, squares in found if rank <= most * (1 + 1e-9))
 
@@ -37,11 +36,11 @@ def test_optimum_of_random_costs():
             generator.choice([1.0, 1.0, 2.0, 0.0, 5.0, generator.random()])
             for _ in range(generator.randint(num_chunks, 11))
         )
-        embedding, head = generator.choice([0, 0.1, 3.0]), generator.random() * 6
-        layers = layers_per_chunk(costs, num_chunks, embedding, head)
+        head = generator.random() * 6
+        layers = layers_per_chunk(costs, num_chunks, head)
         assert len(layers) == num_chunks and min(layers) >= 1 and sum(layers) == len(costs)
-        expected = best_by_trying(costs, num_chunks, embedding, head)
-        assert quality(layers, costs, embedding, head) == pytest.approx(expected, rel=1e-6)
+        expected = best_by_trying(costs, num_chunks, head)
+        assert quality(layers, costs, head) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -56,34 +55,34 @@ def test_optimum_of_random_costs():
     ],
 )
 def test_known_partitions(num_layers, pp, head, expected):
-    assert layers_per_chunk((1.0,) * num_layers, 2 * pp, 0.0, head) == expected
+    assert layers_per_chunk((1.0,) * num_layers, 2 * pp, head) == expected
 
 
 def test_units_do_not_matter():
     costs = (3.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0)
-    assert layers_per_chunk(costs, 4, 0.5, 2.5) == layers_per_chunk(
-        tuple(c * 1e12 for c in costs), 4, 0.5e12, 2.5e12
+    assert layers_per_chunk(costs, 4, 2.5) == layers_per_chunk(
+        tuple(c * 1e12 for c in costs), 4, 2.5e12
     )
 
 
 def test_all_costs_zero_still_holds_every_layer():
-    assert sum(layers_per_chunk((0.0,) * 7, 4, 0.0, 0.0)) == 7
+    assert sum(layers_per_chunk((0.0,) * 7, 4, 0.0)) == 7
 
 
 def test_large_models_are_split_at_every_pp():
     for pp in (1, 2, 4, 8, 16):
-        layers = layers_per_chunk((0.4, *(1.0,) * 60), 2 * pp, 0.1, 2.3)
+        layers = layers_per_chunk((0.4, *(1.0,) * 60), 2 * pp, 2.3)
         assert sum(layers) == 61 and min(layers) >= 1 and len(layers) == 2 * pp
 
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (((1.0,) * 7, 8, 0.0, 0.0), "7 layers cannot fill num_chunks = 8.*pp of at most 3"),
-        (((1.0,) * 7, 3, 0.0, 0.0), "num_chunks is 3"),
-        (((1.0,) * 7, 0, 0.0, 0.0), "num_chunks is 0"),
-        (((1.0, -1.0), 2, 0.0, 0.0), "must not be negative"),
-        (((1.0, 1.0), 2, 0.0, -0.5), "head -0.5"),
+        (((1.0,) * 7, 8, 0.0), "7 layers cannot fill num_chunks = 8.*pp of at most 3"),
+        (((1.0,) * 7, 3, 0.0), "num_chunks is 3"),
+        (((1.0,) * 7, 0, 0.0), "num_chunks is 0"),
+        (((1.0, -1.0), 2, 0.0), "must not be negative: -1.0"),
+        (((1.0, 1.0), 2, -0.5), "must not be negative: -0.5"),
     ],
 )
 def test_refusals(arguments, match):
@@ -94,11 +93,11 @@ def test_refusals(arguments, match):
 @pytest.mark.parametrize("layers", [(2, 2, 2, 1), (4, 0, 3, 1), (3, 3, 2), (), (9, -1)])
 def test_a_partition_that_loses_a_layer_is_refused(layers):
     with pytest.raises(ValueError, match="add up to 8 layers"):
-        chunk_costs(layers, (1.0,) * 8, 0.0, 0.0)
+        chunk_costs(layers, (1.0,) * 8, 0.0)
 
 
 def test_chunk_costs_and_table():
-    chunks = chunk_costs((1, 3, 3, 1), (1.0,) * 8, 0.5, 4.0)
+    chunks = chunk_costs((1, 3, 3, 1), (1.5, *(1.0,) * 7), 4.0)
     assert [c.cost for c in chunks] == [1.5, 3.0, 3.0, 5.0]
     assert [c.rank for c in chunks] == [0, 1, 1, 0]
     assert [c.first_layer for c in chunks] == [0, 1, 4, 7]

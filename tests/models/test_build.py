@@ -235,7 +235,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type = 'mixtral': implemented are ['qwen3_moe']"),
+        ({"model_type": "mixtral"}, "model_type = 'mixtral': implemented are ['qwen3_moe'"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta": 1.0}},
             "rope_scaling: missing ['original_max_position_embeddings'], unknown ['beta']",

@@ -209,11 +209,11 @@ def test_mxfp4_is_decoded_as_transformers_does(width: int, tmp_path: Path):
         ({"down_proj": draw(E, H, H)}, r"unexpected keys \(2\): \S+_blocks, \S+_scales"),
         (
             {"down_proj_scales": packed(H, 32)[1]},
-            r"wrong shapes \(1\): \S+_scales \[3, 64, 1\], expected",
+            r"wrong shapes or dtypes \(1\): \S+_scales \[3, 64, 1\] U8, expected \[3, 64, 2\] U8",
         ),
         (
             {"down_proj_blocks": draw(E, H, 2, 16)},
-            r"wrong dtypes \(1\): \S+_blocks BF16, expected U8",
+            r"\(1\): \S+_blocks \[3, 64, 2, 16\] BF16, expected \[3, 64, 2, 16\] U8",
         ),
     ],
 )
@@ -229,6 +229,13 @@ def fp8(*shape: int) -> tuple[Tensor, Tensor]:
     grid = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
     values = (draw(*shape, dtype=torch.float32) * 100).to(torch.float8_e4m3fn)
     return values, draw(*grid, dtype=torch.float32).abs() * 1e-3 + 1e-5
+
+
+def decoded(values: Tensor, scales: Tensor) -> Tensor:
+    """By transformers: the product in the scales' fp32, then rounded."""
+    found = Fp8Dequantize(None).convert({"x": [values], "x_scale_inv": [scales]})["x"][0]
+    assert found.dtype == torch.float32
+    return found.bfloat16()
 
 
 def test_fp8_is_decoded_as_transformers_does(tmp_path: Path):
@@ -251,11 +258,9 @@ def test_fp8_is_decoded_as_transformers_does(tmp_path: Path):
     export_tensors(ours, layout, {}, tmp_path / "out", dtype=torch.bfloat16)
     out = read_weights(tmp_path / "out")
     assert out.keys() == {key for key in theirs if not key.endswith("_inv")}
-    oracle = Fp8Dequantize(None)
     for key in out.keys() - {"norm.weight"}:
         scales = theirs[f"{key}_scale_inv"]
-        expected = oracle._dequantize_one(theirs[key], scales, torch.bfloat16)
-        assert expected.dtype == torch.bfloat16
+        expected = decoded(theirs[key], scales)
         assert torch.equal(out[key], expected), key
     stacked, grids = fp8(E, 2 * width, hidden)
     down, down_grids = fp8(E, hidden, width)
@@ -269,7 +274,7 @@ def test_fp8_is_decoded_as_transformers_does(tmp_path: Path):
         f"{STEM}.down_proj_scale_inv": down_grids,
     }
     ours = read(tmp_path / "fused", layout, fused)
-    expected = oracle._dequantize_one(stacked, grids, torch.bfloat16).float()
+    expected = decoded(stacked, grids).float()
     assert torch.equal(ours["experts_gate_proj"], expected[:, :width])
     assert torch.equal(ours["experts_up_proj"], expected[:, width:])
 
@@ -291,11 +296,11 @@ def test_ragged_fp8_blocks(tmp_path: Path):
         ({"a.weight": draw(200, 130)}, r"unexpected keys \(1\): a\.weight_scale_inv"),
         (
             {"a.weight_scale_inv": draw(2, 1, dtype=torch.float32)},
-            r"a\.weight_scale_inv \[2, 1\], expected \[2, 2\]",
+            r"a\.weight_scale_inv \[2, 1\] F32, expected \[2, 2\] F32",
         ),
         (
             {"a.weight": torch.zeros(200, 130, dtype=torch.int8)},
-            r"wrong dtypes \(1\): a\.weight I8, expected F64 or F32 ",
+            r"\(1\): a\.weight \[200, 130\] I8, expected \[200, 130\] F64 or F32 ",
         ),
     ],
 )

@@ -179,3 +179,63 @@ def test_bf16_on_cuda_refuses_unaligned_sizes():
         grouped_linear(
             x.cuda().bfloat16(), weight.cuda().bfloat16(), Groups.from_sizes([2], "cuda")
         )
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("sizes", SIZES[:5])
+def test_a_bias_is_added_to_the_rows_of_its_group_and_to_no_padding(sizes, padding, deferred):
+    torch.manual_seed(6)
+    total = sum(sizes)
+    x = torch.randn(total + padding, 5, dtype=torch.float64)
+    weight = nn.Parameter(torch.randn(len(sizes), 3, 5, dtype=torch.float64))
+    bias = nn.Parameter(torch.randn(len(sizes), 3, dtype=torch.float64))
+    upstream = torch.randn(total + padding, 3, dtype=torch.float64)
+    expected, expected_grad = loop(x, weight.detach(), sizes), torch.zeros_like(bias)
+    owners = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    for p, g in enumerate(owners.tolist()):
+        expected[p] += bias.detach()[g]
+        expected_grad[g] += upstream[p]
+    x[total:], upstream[total:] = torch.nan, torch.nan
+    groups = Groups.from_sizes(sizes, "cpu")
+    queue = WeightGradQueue() if deferred else None
+    y = grouped_linear(x, weight, groups, queue, bias)
+    torch.testing.assert_close(y.detach(), expected)
+    assert not y[total:].any()
+    torch.testing.assert_close(grouped_linear_reference(x, weight, groups, bias), y)
+    y.backward(upstream)
+    torch.testing.assert_close(bias.grad, expected_grad)
+    assert (weight.grad is None) == deferred
+
+
+def test_gradcheck_with_a_bias_and_empty_groups():
+    torch.manual_seed(7)
+    operands = [
+        torch.randn(size, dtype=torch.float64, requires_grad=True)
+        for size in ((9, 5), (4, 3, 5), (4, 3))
+    ]
+    groups = Groups.from_sizes([0, 4, 0, 3], "cpu")
+    assert torch.autograd.gradcheck(lambda x, w, b: grouped_linear(x, w, groups, bias=b), operands)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bf16_rows_with_a_bias_sum_its_gradient_in_fp32(dtype):
+    """A bf16 sum of 3000 ones would stop at 256."""
+    torch.manual_seed(8)
+    x, weight = torch.randn(3005, 16).bfloat16(), torch.randn(3, 8, 16).bfloat16()
+    bias = nn.Parameter(torch.randn(3, 8).to(dtype))
+    bias.grad_dtype = torch.float32
+    groups = Groups.from_sizes([3000, 0, 5], "cpu")
+    y = grouped_linear(x, weight, groups, bias=bias)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, grouped_linear_reference(x, weight, groups, bias))
+    y.backward(torch.ones_like(y))
+    assert bias.grad.dtype == torch.float32
+    assert bias.grad.tolist() == [[3000.0] * 8, [0.0] * 8, [5.0] * 8]
+
+
+def test_a_bias_that_does_not_fit_is_refused():
+    x, weight, groups = torch.randn(2, 5), torch.randn(2, 3, 5), Groups.from_sizes([1, 1], "cpu")
+    for bias in (torch.randn(3), torch.randn(2, 5), torch.randn(2, 3).bfloat16()):
+        with pytest.raises(ValueError, match=r"bias .*: expected \[G, out\] = \(2, 3\) in torch"):
+            grouped_linear(x, weight, groups, bias=bias)

@@ -12,15 +12,19 @@ looked at only where `_sound` finds its fields in order.
 import os
 import sys
 import warnings
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pith_engine.balance import BalanceConfig
 from pith_engine.mesh import mesh_violations
 from pith_engine.partition import partition_violations
 from pith_engine.violations import raise_violations
+from pith_models.build import ModelConfig, model_config_from_hf
+from pith_models.hf import read_hf_config
 
-from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, config_record
+from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, config_record, model_record
 from pith_apps.corpus import Corpus, tokenizer_hash
 from pith_apps.data import num_samples, too_few_samples
 from pith_apps.plan import Machine, chosen_attention
@@ -58,7 +62,7 @@ def violations(config: RunConfig, machine: Machine) -> list[str]:
     if config.layers_per_chunk is not None and _sound(own, "mesh.pp", "model.num_hidden_layers"):
         layers = config.model.num_hidden_layers
         found += partition_violations(config.layers_per_chunk, config.mesh.pp, layers)
-    return found + _data_violations(config, own)
+    return found + _start_violations(config) + _data_violations(config, own)
 
 
 def step_violations(config: RunConfig, machine: Machine) -> list[str]:
@@ -76,6 +80,8 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
         for option, other, reason in CAPABILITIES
         if settings[option] and settings[other]
     ]
+    if not config.model.num_experts:
+        found += _dense_violations(config)
     if _sound(own, "nproc", "mesh"):
         found += _device_violations(config, machine)
     if _sound(own, "model"):
@@ -168,6 +174,36 @@ def required_checkpoint(config: RunConfig) -> Path:
     return newest
 
 
+def hf_model_changes(source: Path, model: ModelConfig) -> list[str]:
+    """Where the model of a Hugging Face folder differs, a line each; a ValueError without one."""
+    theirs, ours = model_record(model_config_from_hf(read_hf_config(source))), model_record(model)
+    is_family = theirs["model_type"] == ours["model_type"]
+    return [
+        f"model.{name} is {ours[name]}, {source} has {theirs[name]}"
+        for name in (theirs if is_family else ("model_type",))
+        if ours[name] != theirs[name]
+    ]
+
+
+def _start_violations(config: RunConfig) -> list[str]:
+    """A `start.from` that is neither a Hugging Face folder nor a checkpoint of this model."""
+    source = config.start.source
+    if source is None:
+        return []
+    from pith_engine.checkpoint import checkpoint_fault
+
+    try:
+        if (source / "config.json").is_file():
+            found = hf_model_changes(source, config.model)
+        elif (fault := checkpoint_fault(source)) is None:
+            found = fixed_changes(config, source, ("model.",))
+        else:
+            found = [f"a folder with a config.json, or a complete checkpoint, is needed: {fault}"]
+    except ValueError as error:
+        found = [str(error)]
+    return [f"start.from is {str(source)!r}: {line}" for line in found]
+
+
 def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
     """`path: old -> new` for every field of two `config_record` trees that differs."""
     found = []
@@ -178,6 +214,19 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
         elif before != after:
             found.append(f"{prefix}{name}: {before} -> {after}")
     return found
+
+
+def _dense_violations(config: RunConfig) -> list[str]:
+    """Settings of experts that were asked for; `balance.method none` is true of a dense model."""
+    default = asdict(BalanceConfig())
+    found = [
+        f"balance.{name} is {value!r}"
+        for name, value in asdict(config.balance).items()
+        if value not in (default[name], "none")
+    ]
+    if config.sharding.replicate_experts:
+        found.append("sharding.replicate_experts is True")
+    return [f"{setting}: the model has no experts; leave it out" for setting in found]
 
 
 def _device_violations(config: RunConfig, machine: Machine) -> list[str]:
@@ -250,6 +299,9 @@ def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
             f"runs_folder is {str(config.runs_folder)!r}: {existing} is not a folder that this user"
             f" can write to; set --runs-folder to one that is"
         )
+    checkpoints = config.checkpoint_folder
+    if _sound(own, "name") and os.path.lexists(checkpoints) and not checkpoints.is_dir():
+        found.append(f"{checkpoints} is not a folder: remove it or set another --name")
     return found
 
 

@@ -37,9 +37,9 @@ usage: pith VERB ...
                              a Hugging Face folder to a checkpoint that the run starts from
   pith parity RECIPE         loss and gradients of many meshes against one process
 
-RECIPE is demo, qwen3-30b-a3b, qwen3-30b-a3b-tiny or the path of a Python file with one function
-that returns a RunConfig. `pith VERB RECIPE --help` lists the options: `--train.steps 4` sets the
-field `steps` of the recipe's `train`.
+RECIPE is demo, a model (qwen3-8b, qwen3-30b-a3b, qwen3-235b-a22b), its tiny form (qwen3-8b-tiny)
+or the path of a Python file with one function that returns a RunConfig. `pith VERB RECIPE --help`
+lists the options: `--train.steps 4` sets the field `steps` of the recipe's `train`.
 """
 VERBS = ("tokenize", "pretrain", "evaluate", "convert", "parity")
 LAUNCHER_VARIABLE = "PITH_LAUNCHER"
@@ -235,19 +235,30 @@ def _parity(rest: list[str]) -> int:
         parity_worker,
         parse_parity_mesh,
         vary,
+        without_experts,
     )
     from pith_apps.trainer import joined_group
 
     arguments = _parse_recipe("parity", rest, ParityArguments)
-    replaced = ("--mesh.", "--layers-per-chunk", "--train.dtype")
-    given = [name for name in _option_names(rest) if name.startswith(replaced)]
+    variations = tuple(dict.fromkeys(name for name in arguments.variations.split(",") if name))
+    replaced = ["--mesh.", "--layers-per-chunk", "--train.dtype"]
+    replaced += ["--balance.coefficient", "--balance.z"] if "aux" in variations else []
+    replaced += ["--train.recompute"] if "recompute" in variations else []
+    replaced += ["--optim.method"] if "muon" in variations else []
+    replaced += ["--model.tie", "--model.no-tie"] if "tied" in variations else []
+    given = [name for name in _option_names(rest) if name.startswith(tuple(replaced))]
     if given:
-        raise ValueError(f"{', '.join(given)}: parity sets these; give --meshes and --dtype")
+        raise ValueError(f"{', '.join(given)}: set by --meshes, --dtype or --with")
+    unread = ("--lr.", "--evaluation.", "--checkpoint.", "--log.", "--train.steps", "--train.max")
+    given = [name for name in _option_names(rest) if name.startswith(unread)]
+    if given:
+        raise ValueError(f"{', '.join(given)}: parity runs one step and reads none of these")
     if arguments.meshes and arguments.grid == "full":
         raise ValueError("--meshes beside --grid full: give one of them")
-    labels = arguments.meshes or (FULL_GRID if arguments.grid == "full" else PARITY_MESHES)
-    meshes = tuple(parse_parity_mesh(label) for label in labels)
-    variations = tuple(dict.fromkeys(name for name in arguments.variations.split(",") if name))
+    labels = FULL_GRID if arguments.grid == "full" else PARITY_MESHES
+    if not arguments.config.model.num_experts:
+        labels = without_experts(labels)
+    meshes = tuple(parse_parity_mesh(label) for label in arguments.meshes or labels)
     config = vary(arguments.config, variations)
     least = max(mesh.config.world_size for mesh in meshes)
     machine = find_machine(config.nproc or least, os.environ)

@@ -16,9 +16,10 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+import tyro
 from pith_engine.balance import BalanceConfig
 from pith_engine.fsdp import ShardingConfig
 from pith_engine.lr import LearningRateConfig
@@ -44,6 +45,15 @@ class DataConfig:
     """Corpus folder to evaluate on, of the same tokenizer."""
     tokenizer: Path | None = None
     """Tokenizer folder of both corpora; the export gets a copy of its files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartConfig:
+    """What a run without a checkpoint of its own starts from."""
+
+    source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """Hugging Face folder, or checkpoint of any run, whose weights step 1 starts from, with a new
+    optimizer and schedule (default: initial weights)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +134,8 @@ class RunConfig:
     """Layers of each of the 2 * pp chunks, in layer order (default: balanced by cost)."""
     data: DataConfig = DataConfig()
     """The corpus."""
+    start: StartConfig = StartConfig()
+    """Weights to start from."""
     train: TrainConfig
     """Steps and batches."""
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -21,10 +21,10 @@ from pith_engine.checkpoint import (
     write_checkpoint,
 )
 from pith_engine.mesh import Mesh
+from pith_engine.violations import raise_violations
 from pith_models.build import (
     ModelConfig,
     canonical_tensors,
-    model_config_from_hf,
     parameter_counts,
     skipped_keys,
 )
@@ -32,8 +32,14 @@ from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
 
+from pith_apps.checks import hf_model_changes
 from pith_apps.config import model_record
-from pith_apps.corpus import named_eos_token, open_tokenizer, tokenizer_hash
+from pith_apps.corpus import (
+    named_eos_token,
+    open_tokenizer,
+    raise_if_too_large,
+    tokenizer_hash,
+)
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -75,6 +81,7 @@ def export_checkpoint(
         digest = tokenizer_hash(companions)
         if manifest.run.get("tokenizer", digest) != digest:
             raise ValueError(f"tokenizer {companions} is not the one of the run: name that")
+        raise_if_too_large(companions, config.vocab_size)
     layout = canonical_tensors(config)
     total = parameter_counts(config).total
     with _progress("export", total) as bar:
@@ -94,19 +101,14 @@ def export_checkpoint(
 def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> Path:
     """Write a Hugging Face folder as a run's checkpoint of step 0, and return its path.
 
-    A ValueError if the folder holds another model than `config`, or the run has a checkpoint.
+    A ValueError if the folder holds another model than `config` or a larger tokenizer, or the run
+    has a checkpoint.
     """
-    found, ours = model_record(model_config_from_hf(read_hf_config(source))), model_record(config)
-    is_family = found["model_type"] == ours["model_type"]
-    different = [
-        f"model.{name} is {ours[name]}, {source} has {found[name]}"
-        for name in (found if is_family else ("model_type",))
-        if ours[name] != found[name]
-    ]
-    if different:
-        raise ValueError("the recipe describes another model: " + "; ".join(different))
+    raise_violations(hf_model_changes(source, config), "the recipe describes another model")
     if existing := find_checkpoint(checkpoints):
         raise ValueError(f"{existing} would be resumed instead: choose another --name or remove it")
+    if (source / "tokenizer.json").exists():
+        raise_if_too_large(source, config.vocab_size)
     layout = canonical_tensors(config)
     tensors = HuggingFaceTensors(source, layout, torch.float32, skipped_keys(config))
     print(f"importing {source}: {tensors.account}")
@@ -123,7 +125,7 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
             )
             for tensor in layout
         ]
-        facts = {"imported_from": str(source), "config": {"model": ours}}
+        facts = {"imported_from": str(source), "config": {"model": model_record(config)}}
         path = write_checkpoint(checkpoints, 0, blocks, facts)
     print(f"imported {source} to {path}: {len(layout)} tensors, {total * 4 / 1e6:,.1f} MB")
     return path

@@ -145,7 +145,7 @@ def tokenize_files(
     if faults or opened is None:
         raise ValueError("cannot tokenize:\n  " + "\n  ".join(faults))
     tokenizer, eos_id = opened
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    vocab_size = _vocab_size(tokenizer)
     dtype = numpy.dtype(numpy.uint16 if vocab_size <= 1 << 16 else numpy.uint32)
     ends, num_empty, max_id, digest = [0], 0, 0, hashlib.sha256()
     with _new_folder(output) as folder:
@@ -257,11 +257,7 @@ def train_tokenizer(
 
 def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenizer, int]:
     """The tokenizer of a Hugging Face folder and its EOS id."""
-    path = folder / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises the bare Exception
-        raise ValueError(f"tokenizer {path}: {error}") from None
+    tokenizer = _read_tokenizer(path := folder / "tokenizer.json")
     eos_token = named_eos_token(folder) if eos_token is None else eos_token
     if eos_token is None:
         raise ValueError(
@@ -271,6 +267,24 @@ def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenize
     if (eos_id := tokenizer.token_to_id(eos_token)) is None:
         raise ValueError(f"eos_token {eos_token!r} is not in the vocabulary of {path}")
     return tokenizer, eos_id
+
+
+def raise_if_too_large(folder: Path, vocab_size: int) -> None:
+    """Refuse a tokenizer whose ids the model's embedding does not have."""
+    path = folder / "tokenizer.json"
+    if (size := _vocab_size(_read_tokenizer(path))) > vocab_size:
+        raise ValueError(f"{path} has ids up to {size - 1}, but model.vocab_size is {vocab_size}")
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises the bare Exception
+        raise ValueError(f"tokenizer {path}: {error}") from None
+
+
+def _vocab_size(tokenizer: Tokenizer) -> int:
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def named_eos_token(folder: Path) -> str | None:

@@ -26,6 +26,8 @@ from pith_engine.contract import IGNORED_TARGET, Batch
 from pith_engine.mesh import Axis, Mesh
 from torch import Tensor
 
+from pith_apps.config import TrainConfig
+
 NUM_ROUNDS = 6
 
 
@@ -36,25 +38,21 @@ class TrainingData:
         self,
         tokens: numpy.ndarray,
         mesh: Mesh,
+        train: TrainConfig,
         *,
-        sequence_length: int,
-        batch_size: int,
-        micro_batch_size: int,
-        seed: int,
         vocab_size: int,
         device: torch.device,
     ):
-        """`tokens` are `[N]` ids, a corpus's memory map; `batch_size` counts samples of all ranks.
+        """`tokens` are `[N]` ids, a corpus's memory map.
 
         A ValueError if batch ranks get no whole micro-batches, or the corpus has too few samples.
         """
-        self.tokens, self.device, self.seed, self.cp = tokens, device, seed, mesh.cp
-        self.sequence_length, self.vocab_size = sequence_length, vocab_size
-        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
-        self.num_samples = num_samples(len(tokens), sequence_length)
-        self.local_micro_batches = _local_range(mesh, batch_size, micro_batch_size)
-        if self.num_samples < batch_size:
-            raise ValueError(too_few_samples(len(tokens), sequence_length, batch_size))
+        self.tokens, self.device, self.cp, self.train = tokens, device, mesh.cp, train
+        self.vocab_size = vocab_size
+        self.num_samples = num_samples(len(tokens), train.sequence_length)
+        self.local_micro_batches = _local_range(mesh, train)
+        if self.num_samples < train.batch:
+            raise ValueError(too_few_samples(len(tokens), train.sequence_length, train.batch))
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="training-data")
         self._ahead: tuple[int, Future[Tensor]] | None = None
 
@@ -69,22 +67,22 @@ class TrainingData:
         return _batches_of(rows.to(self.device, non_blocking=True), self.cp)
 
     def _read(self, step: int) -> Tensor:
-        samples = []
+        train, samples = self.train, []
         for micro_batch in self.local_micro_batches:
-            first = (step - 1) * self.batch_size + micro_batch * self.micro_batch_size
-            numbers = range(first, first + self.micro_batch_size)
+            first = (step - 1) * train.batch + micro_batch * train.micro_batch
+            numbers = range(first, first + train.micro_batch)
             places = [divmod(number, self.num_samples) for number in numbers]
-            samples.append([permuted(p, self.num_samples, self.seed, epoch) for epoch, p in places])
-        return _read_rows(self.tokens, samples, self.sequence_length, self.vocab_size)
+            samples.append(
+                [permuted(p, self.num_samples, train.seed, epoch) for epoch, p in places]
+            )
+        return _read_rows(self.tokens, samples, train.sequence_length, self.vocab_size)
 
 
 def held_out_batches(
     tokens: numpy.ndarray,
     mesh: Mesh,
+    train: TrainConfig,
     *,
-    sequence_length: int,
-    batch_size: int,
-    micro_batch_size: int,
     vocab_size: int,
     device: torch.device,
     max_samples: int | None = None,
@@ -94,16 +92,16 @@ def held_out_batches(
     Samples come in order; with `max_samples`, that many spread evenly. What the last sample and
     the last call lack are ignored targets. A ValueError as above, or for fewer than two tokens.
     """
-    total = -(-(len(tokens) - 1) // sequence_length)
+    total = -(-(len(tokens) - 1) // train.sequence_length)
     if total < 1:
         raise ValueError(f"held-out data of {len(tokens)} token(s) has no target; give more text")
-    micro_batches = _local_range(mesh, batch_size, micro_batch_size)
+    micro_batches, size = _local_range(mesh, train), train.micro_batch
     count = min(total, max_samples or total)
     chosen = [place * total // count for place in range(count)]
-    for first in range(0, count, batch_size):
-        samples = chosen[first : first + batch_size] + [total] * (first + batch_size - count)
-        local = [samples[m * micro_batch_size : (m + 1) * micro_batch_size] for m in micro_batches]
-        rows = _read_rows(tokens, local, sequence_length, vocab_size)
+    for first in range(0, count, train.batch):
+        samples = chosen[first : first + train.batch] + [total] * (first + train.batch - count)
+        local = [samples[m * size : (m + 1) * size] for m in micro_batches]
+        rows = _read_rows(tokens, local, train.sequence_length, vocab_size)
         yield _batches_of(rows.to(device), mesh.cp)
 
 
@@ -148,14 +146,14 @@ def _mix(value: int, key: int) -> int:
     return value ^ value >> 31
 
 
-def _local_range(mesh: Mesh, batch_size: int, micro_batch_size: int) -> range:
-    per_round = micro_batch_size * mesh.config.num_batch_ranks
-    if batch_size % per_round:
+def _local_range(mesh: Mesh, train: TrainConfig) -> range:
+    per_round = train.micro_batch * mesh.config.num_batch_ranks
+    if train.batch % per_round:
         raise ValueError(
-            f"batch {batch_size} is not a multiple of micro-batch {micro_batch_size} x "
-            f"{mesh.config.num_batch_ranks} batch ranks (dp x ep) = {per_round}"
+            f"train.batch {train.batch} is not a multiple of train.micro_batch "
+            f"{train.micro_batch} x {mesh.config.num_batch_ranks} batch ranks (dp x ep)"
         )
-    per_rank = batch_size // per_round
+    per_rank = train.batch // per_round
     return range(mesh.batch_rank * per_rank, (mesh.batch_rank + 1) * per_rank)
 
 

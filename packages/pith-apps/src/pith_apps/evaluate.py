@@ -38,9 +38,7 @@ def held_out_loss(trainer: Trainer, config: RunConfig) -> tuple[float, int]:
     calls = held_out_batches(
         Corpus.open(config.folders.held_out, vocab_size).tokens,
         trainer.mesh,
-        sequence_length=config.train.sequence_length,
-        batch_size=config.train.batch,
-        micro_batch_size=config.train.micro_batch,
+        config.train,
         vocab_size=vocab_size,
         device=trainer.device,
         max_samples=config.evaluation.sequences,

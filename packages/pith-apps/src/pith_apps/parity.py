@@ -145,6 +145,14 @@ def parse_parity_mesh(label: str) -> ParityMesh:
     return mesh
 
 
+def without_experts(labels: Iterable[str]) -> tuple[str, ...]:
+    """A grid for a dense model: each mesh once, with dp in place of ep."""
+    meshes = [parse_parity_mesh(label) for label in labels]
+    dense = [replace(m.config, dp=m.config.dp * m.config.ep, ep=1) for m in meshes]
+    found = [replace(m, config=config).label for m, config in zip(meshes, dense, strict=True)]
+    return tuple(dict.fromkeys(found))
+
+
 def vary(config: RunConfig, variations: Sequence[str]) -> RunConfig:
     """The run with `variations` on; the batch's act in `parity_sequences`, hsdp on meshes."""
     unknown = sorted(set(variations) - set(VARIATIONS))
@@ -152,6 +160,8 @@ def vary(config: RunConfig, variations: Sequence[str]) -> RunConfig:
         raise ValueError(f"--with {','.join(unknown)}: allowed are {', '.join(VARIATIONS)}")
     balance, model, optim, train = config.balance, config.model, config.optim, config.train
     if "aux" in variations:
+        if not model.num_experts:
+            raise ValueError("--with aux: the model has no experts to balance; leave it out")
         method = "sequence" if balance.method in ("none", "bias") else balance.method
         balance = replace(balance, method=method, coefficient=0.5, z_coefficient=0.05)
     if "tied" in variations:
@@ -221,7 +231,7 @@ def parity_worker(
         print(
             f"parity of {config.name} in {dtype}{''.join(f' +{name}' for name in variations)}: one "
             f"step of {num_sequences} sequences of {train.sequence_length}, "
-            f"{reference.num_targets} targets\n"
+            f"{reference.num_targets} targets\n{'' if config.model.num_experts else _NO_EXPERTS}"
             f"one process: loss {reference.loss:.12f}, balance {reference.balance:.12f}, "
             f"gradient norm {reference.norm:.12f}\n{_HEADER}",
             flush=True,
@@ -470,6 +480,9 @@ def _ratio(difference: float, scale: float) -> float:
     return difference / scale if scale > 0 and not math.isnan(difference) else math.inf
 
 
+_NO_EXPERTS = (
+    "the model has no experts: nothing is balanced, and in a grid dp takes the place of ep\n"
+)
 _HEADER = (
     f"{'mesh':<12} {'weights':<9} {'loss':>8} {'balance':>8} {'norm':>8} {'gradient':>8} "
     f"{'update':>8}  {'seconds':>7}  verdict  largest gradient difference in"

@@ -35,7 +35,7 @@ def chosen_layers(config: RunConfig) -> tuple[int, ...]:
     if config.layers_per_chunk is not None:
         return config.layers_per_chunk
     flops = forward_flops(config.model, config.train.sequence_length)
-    return layers_per_chunk(flops.layers, 2 * config.mesh.pp, 0.0, flops.head)
+    return layers_per_chunk(flops.layers, 2 * config.mesh.pp, flops.head)
 
 
 def chosen_attention(config: RunConfig) -> AttentionBackend:
@@ -61,11 +61,12 @@ def describe_run(config: RunConfig, machine: Machine, num_tokens: int) -> str:
     train, mesh = config.train, config.mesh
     counts = parameter_counts(config.model)
     flops = forward_flops(config.model, train.sequence_length)
-    costs = chunk_costs(chosen_layers(config), flops.layers, 0.0, flops.head)
+    costs = chunk_costs(chosen_layers(config), flops.layers, flops.head)
     tokens = train.batch * train.sequence_length
     nodes = ceil(machine.world_size / machine.processes_here)
     epochs = train.steps * tokens / num_tokens
     rates = config.lr
+    balance = config.balance.method if config.model.num_experts else "none: no experts"
     unreached = "" if reaches_peak(rates, train.steps) else ", which this short run never reaches"
     return f"""\
 run {config.name} in {config.run_folder}
@@ -81,12 +82,13 @@ step: {train.batch} sequences of {train.sequence_length} = {tokens:,} tokens, in
 run: {train.steps} steps, {train.steps * tokens:,} tokens, {epochs:.2f} epochs of the corpus
 learning rate: {rates.schedule}, warmup of {rates.warmup_steps} steps to {rates.peak:g}{unreached}
 chosen: device {train.device}, dtype {train.dtype}, attention {chosen_attention(config).value} \
-(asked: {train.attention}), balance {config.balance.method}, recompute {train.recompute}"""
+(asked: {train.attention}), balance {balance}, recompute {train.recompute}"""
 
 
 def _sharding(config: RunConfig) -> str:
     mesh, parts = Mesh.plan(config.mesh, 0), []
-    for kind, is_expert in (("dense", False), ("experts", True)):
+    kinds = (("dense", False), ("experts", True))
+    for kind, is_expert in kinds if config.model.num_experts else kinds[:1]:
         shards, replicas = shard_axes(mesh, config.sharding, is_expert=is_expert)
         parts.append(f"{kind} in {shards.size} shard(s) over {shards.name}")
         if replicas.size > 1:

@@ -29,11 +29,18 @@ from pith_engine.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from pith_engine.gradients import clip_gradients, raise_if_not_finite
+from pith_engine.fsdp import canonical_blocks
+from pith_engine.gradients import (
+    clip_gradients,
+    raise_if_not_finite,
+    raise_if_weights_not_finite,
+)
 from pith_engine.lr import learning_rate
 from pith_engine.muon import Muon
 from pith_engine.optim import AdamW, describe_groups
 from pith_engine.runtime import all_reduce, broadcast_object, read_launch
+from pith_models.build import canonical_tensors, skipped_keys
+from pith_models.hf import HuggingFaceTensors
 
 from pith_apps.checks import changed_fields, required_checkpoint
 from pith_apps.config import RunConfig, config_record, torch_dtype
@@ -59,6 +66,7 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
         optimizer = _build_optimizer(config, trainer)
         assignment = describe_groups(optimizer.groups(), mesh)
         resumed = _resume(config, trainer, optimizer)
+        start = _resumed_line(config, resumed) if resumed else _start(config, trainer)
         with RunLog(
             config.run_folder,
             rank=mesh.rank,
@@ -72,7 +80,7 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
         ) as log:
             log.say(plan)
             log.say(assignment)
-            log.say(_start_line(config, resumed))
+            log.say(start)
             _train(config, trainer, optimizer, corpus, log)
     if read_launch(os.environ).rank == 0:
         _finish(config)
@@ -103,15 +111,32 @@ def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon) -> Man
     return manifest
 
 
-def _start_line(config: RunConfig, resumed: Manifest | None) -> str:
-    folder, steps = config.checkpoint_folder, config.train.steps
-    if resumed is None:
+def _start(config: RunConfig, trainer: Trainer) -> str:
+    """Load the weights of `start.from`, if given; returns what step 1 starts from."""
+    source = config.start.source
+    if source is None:
+        folder = config.checkpoint_folder
         return f"no complete checkpoint in {folder}: step 1 starts from initial weights"
+    if not (source / "config.json").is_file():
+        manifest = load_checkpoint(source, trainer.parameters, None, trainer.mesh)
+        return f"step 1 starts from the weights of {source}, saved after step {manifest.step}"
+    layout, dtype = canonical_tensors(config.model), trainer.parameters[0].shard.dtype
+    tensors = HuggingFaceTensors(source, layout, dtype, skipped_keys(config.model))
+    for parameter in trainer.parameters:
+        for block in canonical_blocks(parameter, parameter.shard):
+            block.tensor.copy_(tensors.block(block.name, block.offsets, block.tensor.shape))
+    return f"step 1 starts from the weights of {source}; {tensors.account}"
+
+
+def _resumed_line(config: RunConfig, resumed: Manifest) -> str:
+    folder, steps = config.checkpoint_folder, config.train.steps
     if not resumed.has_optimizer:
         return f"step {resumed.step + 1} starts from the weights in {folder}, without moments"
     changed = changed_fields(resumed.run.get("config", {}), config_record(config))
     lines = [f"resumed at step {resumed.step} of {steps} from {folder}"]
     lines += [f"changed since that checkpoint: {change}" for change in changed]
+    if config.start.source is not None:
+        lines.append(f"start.from {config.start.source} is not read: the checkpoint goes first")
     if config.balance.method == "global-batch" and not resumed.run.get("expert_counts"):
         lines.append("it holds no expert frequencies: the next step is balanced as the first")
     if resumed.step == steps:
@@ -125,10 +150,7 @@ def _train(
     data = TrainingData(
         corpus.tokens,
         trainer.mesh,
-        sequence_length=config.train.sequence_length,
-        batch_size=config.train.batch,
-        micro_batch_size=config.train.micro_batch,
-        seed=config.train.seed,
+        config.train,
         vocab_size=config.model.vocab_size,
         device=trainer.device,
     )
@@ -200,6 +222,7 @@ def _save(
 ) -> None:
     """Write the checkpoint of the step that just ended, then delete those beyond `keep`."""
     start = time.perf_counter()
+    raise_if_weights_not_finite(trainer.parameters, log.step, trainer.mesh)
     facts = {
         "config": config_record(config),
         "corpus": corpus.meta.sha256,

@@ -45,7 +45,7 @@ ETA_STEPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One training step, as `metrics.jsonl` gives it; loads are None without experts."""
+    """One training step, as `metrics.jsonl` gives it; no expert, no balance and load."""
 
     step: int
     """From 1."""
@@ -53,7 +53,7 @@ class StepRecord:
     """Of the whole run."""
     loss: float
     """Mean over all targets, in nats."""
-    balance_loss: float
+    balance_loss: float | None
     """Without its coefficient; 1 is even, 0 a method without one."""
     z_loss: float
     """Without its coefficient; 0 when it is off."""
@@ -90,8 +90,9 @@ class StepRecord:
         """The step line of rank 0."""
         width = len(str(self.total_steps))
         unit = "GPU" if device_type == "cuda" else "process"
-        loads = ["max-load n/a"]
+        balance, loads = "n/a", ["max-load n/a"]
         if self.max_load is not None:
+            balance = f"{self.balance_loss:.3f}"
             loads = [f"max-load {self.max_load:.2f}", f"dead {self.dead_experts}"]
             loads.append(f"entropy {self.load_entropy:.3f}")
         mfu = "n/a (CPU)" if unit == "process" else "n/a (GPU of unknown peak)"
@@ -100,7 +101,7 @@ class StepRecord:
         parts = [
             f"step {self.step:>{width}}/{self.total_steps}",
             f"loss {self.loss:.4f}",
-            f"balance {self.balance_loss:.3f}",
+            f"balance {balance}",
             *([f"z {self.z_loss:.3f}"] if self.z_loss else []),
             *loads,
             f"lr {self.learning_rate:.2e}",
@@ -205,7 +206,7 @@ class RunLog:
             step=self.step,
             total_steps=self.total_steps,
             loss=losses.loss,
-            balance_loss=losses.balance,
+            balance_loss=losses.balance if has_experts else None,
             z_loss=losses.z_loss,
             max_load=losses.max_load if has_experts else None,
             dead_experts=losses.dead_experts if has_experts else None,

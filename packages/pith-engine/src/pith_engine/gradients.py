@@ -51,13 +51,26 @@ def raise_if_not_finite(
     """FloatingPointError on every rank, naming the parameters, if the norm is NaN or infinite."""
     if torch.isfinite(norm).item():
         return
+    where = _not_finite([(parameter.name, parameter.grad) for parameter in parameters], mesh)
+    where = where or "no parameter: the norm itself overflows"
+    raise FloatingPointError(f"step {step}: gradient not finite in {where}; no update is applied")
+
+
+def raise_if_weights_not_finite(
+    parameters: Sequence[ShardedParameter], step: int, mesh: Mesh
+) -> None:
+    """FloatingPointError on every rank, naming the parameters, if a weight is NaN or infinite."""
+    where = _not_finite([(parameter.name, parameter.shard) for parameter in parameters], mesh)
+    if where:
+        raise FloatingPointError(f"step {step}: weights not finite in {where}; nothing is saved")
+
+
+def _not_finite(tensors: list[tuple[str, Tensor]], mesh: Mesh) -> str:
+    """The first tensors of all ranks with elements that are not finite."""
     found = []
-    for parameter in parameters:
-        if bad := parameter.grad.numel() - int(torch.isfinite(parameter.grad).sum()):
-            found.append(f"{parameter.name} on rank {mesh.rank} ({bad} elements)")
+    for name, tensor in tensors:
+        if bad := tensor.numel() - int(torch.isfinite(tensor).sum()):
+            found.append(f"{name} on rank {mesh.rank} ({bad} elements)")
     everywhere = [entry for entries in gather_objects(found, mesh.world) for entry in entries]
-    where = ", ".join(everywhere[:5]) or "no parameter: the norm itself overflows"
     more = f" and {len(everywhere) - 5} more" if len(everywhere) > 5 else ""
-    raise FloatingPointError(
-        f"step {step}: gradient not finite in {where}{more}; the update is not applied"
-    )
+    return ", ".join(everywhere[:5]) + more

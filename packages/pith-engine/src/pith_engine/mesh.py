@@ -101,7 +101,7 @@ class Mesh:
     pp: Axis
     """Pipeline stages."""
     dp: Axis
-    """Data-parallel replicas."""
+    """Data-parallel ranks."""
     cp: Axis
     """Ranks that share a sequence."""
     ep: Axis
@@ -221,7 +221,7 @@ def _model_violations(config: MeshConfig, model: tuple[int, int, int, int]) -> l
             f"not divide train.sequence_length {sequence_length}; nearest valid lengths: {valid}"
         )
     if num_experts == 0 and config.ep > 1:
-        wrong.append(f"mesh.ep = {config.ep}: the model has no experts; use 1")
+        wrong.append(f"mesh.ep = {config.ep}: the model has no experts; use mesh.dp")
     if num_experts % config.ep:
         valid = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
         wrong.append(

@@ -1,7 +1,7 @@
 """How many layers each pipeline chunk holds, by cost.
 
-Rank r holds chunks r and `2 * pp - 1 - r`, so rank 0 also carries the embedding and the head, which
-for a large vocabulary weigh several layers. The pipeline is limited by
+Rank r holds chunks r and `2 * pp - 1 - r`, so rank 0 also carries the head, which for a large
+vocabulary weighs several layers. The pipeline is limited by
 
     minimise   max over ranks r of  cost(chunk r) + cost(chunk 2 pp - 1 - r)
     then       sum over chunks of   cost(chunk) ** 2
@@ -36,12 +36,12 @@ class ChunkCost:
     num_layers: int
     """Layers it holds."""
     cost: float
-    """Of its layers, and of embedding or head in the first or last chunk."""
+    """Of its layers, and of the head in the last chunk."""
 
 
 @cache
 def layers_per_chunk(
-    layer_costs: tuple[float, ...], num_chunks: int, embedding_cost: float, head_cost: float
+    layer_costs: tuple[float, ...], num_chunks: int, head_cost: float
 ) -> tuple[int, ...]:
     """Layers of each of `2 * pp` chunks that load the fullest rank least; costs in any one unit."""
     if num_chunks < 2 or num_chunks % 2:
@@ -51,11 +51,9 @@ def layers_per_chunk(
             f"{len(layer_costs)} layers cannot fill num_chunks = {num_chunks}; "
             f"use pp of at most {len(layer_costs) // 2}"
         )
-    if min(*layer_costs, embedding_cost, head_cost) < 0:
-        ends = f"embedding {embedding_cost}, head {head_cost}"
-        raise ValueError(f"costs must not be negative: layers from {min(layer_costs)}, {ends}")
+    if min(*layer_costs, head_cost) < 0:
+        raise ValueError(f"costs must not be negative: {min(*layer_costs, head_cost)}")
     costs = [*layer_costs]
-    costs[0] += embedding_cost
     costs[-1] += head_cost
     sums = (0.0, *accumulate(costs))
     pp = num_chunks // 2
@@ -68,12 +66,12 @@ def layers_per_chunk(
         low, high = (middle, high) if found is None else (low, _most_loaded_rank(sums, found))
     layers = _fill(sums, pp, high + PRECISION * sums[-1], evenly=True)
     assert layers is not None, "the limit is that of a partition found"
-    chunk_costs(layers, layer_costs, embedding_cost, head_cost)  # proves that no layer is lost
+    chunk_costs(layers, layer_costs, head_cost)  # proves that no layer is lost
     return layers
 
 
 def chunk_costs(
-    layers: tuple[int, ...], layer_costs: tuple[float, ...], embedding_cost: float, head_cost: float
+    layers: tuple[int, ...], layer_costs: tuple[float, ...], head_cost: float
 ) -> tuple[ChunkCost, ...]:
     """What every chunk costs; ValueError for `partition_violations`."""
     pp = max(1, (len(layers) + 1) // 2)
@@ -82,7 +80,6 @@ def chunk_costs(
     for chunk, (num_layers, last) in enumerate(zip(layers, accumulate(layers), strict=True)):
         first = last - num_layers
         cost = sum(layer_costs[first:last])
-        cost += embedding_cost if chunk == 0 else 0
         cost += head_cost if chunk == len(layers) - 1 else 0
         rank = chunk_rank(chunk, pp)
         chunks.append(

@@ -86,6 +86,12 @@ class Pipeline:
         self.chunks = {mesh.pp.rank: chunks[0], 2 * mesh.pp.size - 1 - mesh.pp.rank: chunks[1]}
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self.streams = Streams(device)
+        self.moe_layers = [
+            number
+            for chunk in chunks
+            for number, layer in chunk.decoder_layers().items()
+            if layer.num_local_experts
+        ]
         self.expert_counts: dict[int, Tensor] = {}
         """MoE layer here -> `[N]` int64 choices in the latest step's global batch; empty at first.
         The state of `global-batch` balancing."""
@@ -111,17 +117,14 @@ class Pipeline:
 
     def restore_counts(self, saved: Mapping[str, list[int]]) -> None:
         """Set `expert_counts` from `saved_counts` of any mesh: all MoE layers or none."""
-        chunks = self.chunks.values() if saved else ()
         self.expert_counts = {
             number: torch.tensor(saved[str(number)], dtype=torch.int64, device=self.device)
-            for chunk in chunks
-            for number, layer in chunk.decoder_layers().items()
-            if layer.num_local_experts
+            for number in (self.moe_layers if saved else ())
         }
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
-        """Forward only; arguments and result as in `train_step`."""
+        """Forward only; as `train_step`, without balance and z-loss (0)."""
         table = forward_only(self.mesh.pp.size, len(batches))
         return _Step(self, batches, None).run(table[self.mesh.pp.rank], num_targets)
 
@@ -150,19 +153,13 @@ class _Step:
         return self._losses(num_targets)
 
     def _losses(self, num_targets: int) -> StepLosses:
-        mesh, chunks = self.pipeline.mesh, sorted(self.expert_counts)
-        counts = [self.expert_counts[chunk] for chunk in chunks]
+        mesh = self.pipeline.mesh
+        counts = [self.expert_counts[chunk] for chunk in sorted(self.expert_counts)]
         width = max((count.shape[1] for count in counts), default=1)
         empty = torch.zeros(0, width, dtype=torch.int64, device=self.pipeline.device)
         totals = all_reduce(torch.cat([*counts, empty]), mesh.data)
-        layers = [
-            number
-            for chunk in chunks
-            for number, layer in self.pipeline.chunks[chunk].decoder_layers().items()
-            if layer.num_local_experts
-        ]
         if self.loss_scale is not None:
-            self.pipeline.expert_counts = dict(zip(layers, totals, strict=True))
+            self.pipeline.expert_counts = dict(zip(self.pipeline.moe_layers, totals, strict=True))
         # Equal on all ranks of `data`: one of them adds its layers, and its worst in a place of pp.
         loads = layer_loads(totals)
         own = torch.cat([loads[:, 1:], torch.ones_like(loads[:, :1])], dim=1).sum(0)

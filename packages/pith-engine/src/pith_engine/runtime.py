@@ -99,8 +99,6 @@ def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
             )
         device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    elif device_type != "cpu":
-        raise ValueError(f"device = {device_type!r}: expected 'cpu' or 'cuda'")
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
         init_method=launch.init_method,

@@ -22,6 +22,7 @@ from pith_models.gpt_oss import (
     gpt_oss_tensors,
 )
 from pith_models.hf import CanonicalTensor, SkippedKeys
+from pith_models.qwen3_dense import Qwen3Config, Qwen3Layer, qwen3_layer_flops, qwen3_tensors
 from pith_models.qwen3_moe import (
     Qwen3MoeConfig,
     qwen3_moe_layer,
@@ -29,7 +30,7 @@ from pith_models.qwen3_moe import (
     qwen3_moe_tensors,
 )
 
-ModelConfig: TypeAlias = Qwen3MoeConfig | GptOssConfig
+ModelConfig: TypeAlias = Qwen3MoeConfig | Qwen3Config | GptOssConfig
 """The configuration of any family."""
 
 
@@ -71,6 +72,8 @@ def build_chunks(
     """
     num_chunks, wrong = 2 * mesh.pp.size, config.violations()
     wrong += partition_violations(layers_per_chunk, mesh.pp.size, config.num_hidden_layers)
+    if not config.num_experts and mesh.ep.size > 1:
+        wrong.append(f"mesh.ep = {mesh.ep.size}: the model has no experts; use mesh.dp")
     if config.num_experts % mesh.ep.size:
         allowed = [n for n in range(1, config.num_experts + 1) if not config.num_experts % n]
         wrong.append(
@@ -111,6 +114,8 @@ def _decoder_layer(
             return qwen3_moe_layer(
                 config, layer, num_local_experts=experts, attention_backend=backend, cp=mesh.cp
             )
+        case Qwen3Config():
+            return Qwen3Layer(config, backend, mesh.cp)
         case GptOssConfig():
             return GptOssLayer(config, layer, experts, backend, mesh.cp)
 
@@ -120,6 +125,8 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
     match config:
         case Qwen3MoeConfig():
             return qwen3_moe_tensors(config)
+        case Qwen3Config():
+            return qwen3_tensors(config)
         case GptOssConfig():
             return gpt_oss_tensors(config)
 
@@ -127,7 +134,7 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
 def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
     """Keys of the family's Hugging Face files that are left out on purpose."""
     match config:
-        case Qwen3MoeConfig() | GptOssConfig():
+        case Qwen3MoeConfig() | Qwen3Config() | GptOssConfig():
             return ()
 
 
@@ -136,10 +143,13 @@ def model_config_from_hf(fields: dict) -> ModelConfig:
     match fields.get("model_type"):
         case "qwen3_moe":
             return Qwen3MoeConfig.from_hf(fields)
+        case "qwen3":
+            return Qwen3Config.from_hf(fields)
         case "gpt_oss":
             return GptOssConfig.from_hf(fields)
         case other:
-            raise ValueError(f"model_type = {other!r}: implemented are ['qwen3_moe', 'gpt_oss']")
+            known = ["qwen3_moe", "qwen3", "gpt_oss"]
+            raise ValueError(f"model_type = {other!r}: implemented are {known}")
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
@@ -166,5 +176,7 @@ def _layer_flops(config: ModelConfig, layer: int, sequence_length: int) -> float
     match config:
         case Qwen3MoeConfig():
             return qwen3_moe_layer_flops(config, layer, sequence_length)
+        case Qwen3Config():
+            return qwen3_layer_flops(config, sequence_length)
         case GptOssConfig():
             return gpt_oss_layer_flops(config, layer, sequence_length)

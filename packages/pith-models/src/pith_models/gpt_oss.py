@@ -19,6 +19,7 @@ shape tells where H = I, as in the released models. Their YaRN does not round it
 """
 
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 import torch
 from pith_engine.context_parallel import context_attention
@@ -37,7 +38,7 @@ from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.hf import CanonicalTensor, FusedKey, Rows
-from pith_models.hf_config import HfConfigReader, rope_hf_fields
+from pith_models.hf_config import HfConfigReader, head_violations, rope_hf_fields
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -47,7 +48,7 @@ class GptOssConfig:
     """A GPT-OSS model, under Hugging Face's field names."""
 
     vocab_size: int
-    """Rows of the embedding and of the head; may exceed the tokenizer's vocabulary."""
+    """Rows of embedding and head; may exceed the tokenizer's vocabulary."""
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
@@ -67,11 +68,11 @@ class GptOssConfig:
     sliding_window: int
     """Keys that a query of a sliding layer sees, its own included."""
     layer_types: tuple[str, ...] = ()
-    """`sliding_attention` or `full_attention` for each layer; empty: even layers (from 0) slide."""
+    """`sliding_attention` or `full_attention` a layer; empty: even layers (from 0) slide."""
     rope_theta: float = 150_000.0
     """Base of the rotary frequencies."""
     rope_scaling: Yarn | None = None
-    """YaRN for longer contexts than the model was first trained on, if any."""
+    """YaRN, if any."""
     rms_norm_eps: float = 1e-5
     """Added to the mean square inside every norm."""
     swiglu_limit: float = 7.0
@@ -83,20 +84,11 @@ class GptOssConfig:
     max_position_embeddings: int = 131_072
     """Longest sequence that the model is meant for."""
     tie_word_embeddings: bool = False
-    """Whether the head is the embedding: one parameter, whose gradient sums both uses."""
+    """Whether the head is the embedding."""
 
     def violations(self) -> list[str]:
         """What is out of range or does not fit, a line each."""
-        faults = size_violations(self)
-        if self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads:
-            faults.append(
-                f"model.num_attention_heads = {self.num_attention_heads}: must be a multiple of "
-                f"num_key_value_heads = {self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            faults.append(f"model.head_dim = {self.head_dim}: must be even for rotary embeddings")
-        if self.rope_scaling is not None:
-            faults += self.rope_scaling.violations("model.rope_scaling")
+        faults = size_violations(self) + head_violations(self)
         if self.num_experts_per_tok > self.num_experts:
             faults.append(
                 f"model.num_experts_per_tok = {self.num_experts_per_tok}: must be at most "
@@ -112,13 +104,10 @@ class GptOssConfig:
 
     @property
     def query_dim(self) -> int:
-        """Width of a head's query and key."""
+        """Width of a head's query and key, and as `value_dim` of its value."""
         return self.head_dim
 
-    @property
-    def value_dim(self) -> int:
-        """Width of a head's value."""
-        return self.head_dim
+    value_dim = query_dim
 
     @property
     def has_window(self) -> bool:
@@ -127,50 +116,41 @@ class GptOssConfig:
 
     @property
     def aligned_sizes(self) -> dict[str, int]:
-        """Field -> value of the sizes in grouped products, which GPUs want in multiples of 8."""
+        """Sizes in grouped products, which GPUs want in multiples of 8."""
         return {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer of this global number routes its tokens to experts: every one does."""
+        """Whether the layer routes its tokens to experts: every one does."""
         return True
 
     def is_sliding(self, layer: int) -> bool:
-        """Whether the layer of this global number attends within the window."""
+        """Whether the layer attends within the window."""
         return self.layer_types[layer] == _SLIDING if self.layer_types else layer % 2 == 0
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "GptOssConfig":
-        """Read the fields of a `config.json`: as released, or as transformers 4 or 5 writes it.
-
-        A ValueError names every key that is missing or unknown, or whose value has another type, is
-        out of range or not implemented.
-        """
+        """Read the fields of a `config.json`; a ValueError names every fault."""
+        # Without either, transformers would take YaRN.
         rope_key = "rope_parameters" if hf_fields.get("rope_parameters") else "rope_scaling"
-        fixed, context = dict(_FIXED_HF_FIELDS), "initial_context_length"
-        if original := (hf_fields.get(rope_key) or {}).get("original_max_position_embeddings"):
-            fixed[context] = original
-        read = HfConfigReader(hf_fields, "GPT-OSS", fixed=fixed, neutral=(context,))
+        original = (hf_fields.get(rope_key) or {}).get("original_max_position_embeddings")
+        context = {"initial_context_length": original} if original else {}
+        fixed, neutral = _FIXED_HF_FIELDS | context, ("initial_context_length",)
+        read = HfConfigReader(hf_fields, "GPT-OSS", fixed=fixed, neutral=neutral)
         read.required(rope_key)
         theta, scaling = read.rope()
-        plain = {name: read.required(name) for name in _PLAIN_HF_FIELDS}
-        plain["num_experts"] = read.required("num_local_experts", "num_experts")
-        plain["num_experts_per_tok"] = read.required("num_experts_per_tok", "experts_per_token")
-        for name, default in _OPTIONAL_HF_FIELDS.items():
-            plain[name] = read.optional(name, default)
-        kinds = read.optional("layer_types", ())
+        values = {name: read.required(name) for name in _PLAIN_HF_FIELDS}
+        values["num_experts"] = read.required("num_local_experts", "num_experts")
+        values["num_experts_per_tok"] = read.required("num_experts_per_tok", "experts_per_token")
+        values |= {name: read.optional(name, v) for name, v in _OPTIONAL_HF_FIELDS.items()}
+        if isinstance(values["layer_types"], list):
+            values["layer_types"] = tuple(values["layer_types"])
         read.raise_faults()
-        plain["layer_types"] = tuple(kinds) if isinstance(kinds, list) else kinds
-        config = read.checked(GptOssConfig(**plain, rope_theta=theta, rope_scaling=scaling))
+        config = read.checked(GptOssConfig(**values, rope_theta=theta, rope_scaling=scaling))
         derived = replace(config, layer_types=())
-        return derived if derived._kinds == config._kinds else config
-
-    @property
-    def _kinds(self) -> list[str]:
-        layers = range(self.num_hidden_layers)
-        return [_SLIDING if self.is_sliding(layer) else _FULL for layer in layers]
+        return derived if derived._kinds() == config._kinds() else config
 
     def to_hf(self) -> dict:
-        """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
+        """The fields of a `config.json`."""
         own = asdict(self)
         return {
             "architectures": ["GptOssForCausalLM"],
@@ -178,53 +158,12 @@ class GptOssConfig:
             "num_local_experts": own.pop("num_experts"),
             **own,
             **rope_hf_fields(self.rope_theta, self.rope_scaling),
-            "layer_types": self._kinds,
+            "layer_types": self._kinds(),
         }
 
-
-class GptOssAttention(nn.Module):
-    """Grouped-query attention with sinks and perhaps a window, its input norm and residual."""
-
-    def __init__(self, config: GptOssConfig, layer: int, backend: AttentionBackend, cp: Axis):
-        super().__init__()
-        self.config, self.backend, self.cp = config, backend, cp
-        self.window = config.sliding_window if config.is_sliding(layer) else None
-        H, D, std = config.hidden_size, config.head_dim, config.initializer_range
-        q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
-        self.norm = declare((H,), Role.NORM)
-        self.q_proj = declare((q_width, H), Role.MATRIX, std=std)
-        self.q_bias = declare((q_width,), Role.BIAS)
-        self.k_proj = declare((kv_width, H), Role.MATRIX, std=std)
-        self.k_bias = declare((kv_width,), Role.BIAS)
-        self.v_proj = declare((kv_width, H), Role.MATRIX, std=std)
-        self.v_bias = declare((kv_width,), Role.BIAS)
-        self.sinks = declare((config.num_attention_heads,), Role.SINK, std=std)
-        self.o_proj = declare((H, q_width), Role.MATRIX, std=std)
-        self.o_bias = declare((H,), Role.BIAS)
-
-    def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """`[T, H]` -> `[T, H]`, the input added."""
-        D, theta = self.config.head_dim, self.config.rope_theta
-        dtype, yarn = hidden.dtype, self.config.rope_scaling
-        normed = rms_norm(hidden, self.norm, self.config.rms_norm_eps, rounds_once=True)
-        heads = (normed.shape[0], -1, D)
-        # 1. Project; biases are kept in fp32 and would make the sums so.
-        query = linear(normed, self.q_proj, self.q_bias.to(dtype)).view(heads)
-        key = linear(normed, self.k_proj, self.k_bias.to(dtype)).view(heads)
-        value = linear(normed, self.v_proj, self.v_bias.to(dtype)).view(heads)
-        # 2. Rotate q and k by their positions.
-        wide = accumulation_dtype(dtype)
-        frequencies = rope_frequencies(D, theta, yarn=yarn, dtype=wide, device=hidden.device)
-        cos, sin = rope_table(batch.positions, frequencies, yarn.table_scale if yarn else 1.0)
-        query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
-        # 3. Attend within each sequence, project back, add the residual.
-        out = context_attention(
-            *(query, key, value, batch, self.cp),
-            window=self.window,
-            sinks=self.sinks,
-            backend=self.backend,
-        )
-        return hidden + linear(out.flatten(1), self.o_proj, self.o_bias.to(dtype))
+    def _kinds(self) -> list[str]:
+        layers = range(self.num_hidden_layers)
+        return [_SLIDING if self.is_sliding(layer) else _FULL for layer in layers]
 
 
 class GptOssLayer(nn.Module):
@@ -240,12 +179,25 @@ class GptOssLayer(nn.Module):
     ):
         super().__init__()
         self.config, self.num_local_experts = config, num_local_experts
-        H, I, E = config.hidden_size, config.intermediate_size, num_local_experts
-        std, parts = config.initializer_range, ("experts_gate_proj", "experts_up_proj")
-        self.self_attention = GptOssAttention(config, layer, backend, cp)
+        self.backend, self.cp = backend, cp
+        self.window = config.sliding_window if config.is_sliding(layer) else None
+        H, D, std = config.hidden_size, config.head_dim, config.initializer_range
+        I, E, N = config.intermediate_size, num_local_experts, config.num_experts
+        heads, kv_width = config.num_attention_heads, config.num_key_value_heads * D
+        parts = ("experts_gate_proj", "experts_up_proj")
+        self.attention_norm = declare((H,), Role.NORM)
+        self.q_proj = declare((heads * D, H), Role.MATRIX, std=std)
+        self.q_bias = declare((heads * D,), Role.BIAS)
+        self.k_proj = declare((kv_width, H), Role.MATRIX, std=std)
+        self.k_bias = declare((kv_width,), Role.BIAS)
+        self.v_proj = declare((kv_width, H), Role.MATRIX, std=std)
+        self.v_bias = declare((kv_width,), Role.BIAS)
+        self.sinks = declare((heads,), Role.SINK, std=std)
+        self.o_proj = declare((H, heads * D), Role.MATRIX, std=std)
+        self.o_bias = declare((H,), Role.BIAS)
         self.mlp_norm = declare((H,), Role.NORM)
-        self.router = declare((config.num_experts, H), Role.ROUTER, std=std)
-        self.router_bias = declare((config.num_experts,), Role.BIAS, std=std)
+        self.router = declare((N, H), Role.ROUTER, std=std)
+        self.router_bias = declare((N,), Role.BIAS, std=std)
         self.experts_gate_up = declare((E, 2 * I, H), Role.EXPERT_MATRIX, std=std, parts=parts)
         self.experts_gate_bias = declare((E, I), Role.EXPERT_BIAS)
         self.experts_up_bias = declare((E, I), Role.EXPERT_BIAS)
@@ -255,9 +207,30 @@ class GptOssLayer(nn.Module):
     def attention(
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing]:
-        """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, routing to `chosen` if given."""
-        config, residual = self.config, self.self_attention(hidden, batch)
-        tokens = rms_norm(residual, self.mlp_norm, config.rms_norm_eps, rounds_once=True)
+        """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen` if given)."""
+        config, dtype, yarn = self.config, hidden.dtype, self.config.rope_scaling
+        D, eps = config.head_dim, config.rms_norm_eps
+        # 1. Normalise and project; the biases are fp32 and would make the sums so.
+        normed = rms_norm(hidden, self.attention_norm, eps, rounds_once=True)
+        heads = (normed.shape[0], -1, D)
+        query = linear(normed, self.q_proj, self.q_bias.to(dtype)).view(heads)
+        key = linear(normed, self.k_proj, self.k_bias.to(dtype)).view(heads)
+        value = linear(normed, self.v_proj, self.v_bias.to(dtype)).view(heads)
+        # 2. Rotate q and k by their positions.
+        wide, theta = accumulation_dtype(dtype), config.rope_theta
+        frequencies = rope_frequencies(D, theta, yarn=yarn, dtype=wide, device=hidden.device)
+        cos, sin = rope_table(batch.positions, frequencies, yarn.table_scale if yarn else 1.0)
+        query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+        # 3. Attend within each sequence, project back, add the residual.
+        out = context_attention(
+            *(query, key, value, batch, self.cp),
+            window=self.window,
+            sinks=self.sinks,
+            backend=self.backend,
+        )
+        residual = hidden + linear(out.flatten(1), self.o_proj, self.o_bias.to(dtype))
+        # 4. Choose the experts.
+        tokens = rms_norm(residual, self.mlp_norm, eps, rounds_once=True)
         logits = router_logits(tokens, self.router, self.router_bias)
         ids, weights, scores = topk_softmax(logits, config.num_experts_per_tok, chosen=chosen)
         routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits)
@@ -283,45 +256,41 @@ class GptOssLayer(nn.Module):
 def gpt_oss_tensors(config: GptOssConfig) -> tuple[CanonicalTensor, ...]:
     """Every tensor of the whole model, in order."""
     V, H, D = config.vocab_size, config.hidden_size, config.head_dim
-    heads, I, E = config.num_attention_heads, config.intermediate_size, config.num_experts
-    q_width, kv_width = heads * D, config.num_key_value_heads * D
-    tied, head = config.tie_word_embeddings, "lm_head.weight"
-    embedding_keys, copies = ("model.embed_tokens.weight",), (head,) if tied else ()
-    tensors = [CanonicalTensor("embedding", (V, H), embedding_keys, copies=copies)]
+    I, E, heads = config.intermediate_size, config.num_experts, config.num_attention_heads
+    Q, KV, tied = heads * D, config.num_key_value_heads * D, config.tie_word_embeddings
+    embedding, head = ("model.embed_tokens.weight",), ("lm_head.weight",)
+    tensors = [CanonicalTensor("embedding", (V, H), embedding, copies=head if tied else ())]
     for layer in range(config.num_hidden_layers):
-        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        attention, stem = f"{theirs}.self_attn", f"{theirs}.mlp.experts"
         plain: list[tuple[str, tuple[int, ...], str]] = [
-            ("self_attention.norm", (H,), f"{theirs}.input_layernorm.weight"),
-            ("self_attention.sinks", (heads,), f"{attention}.sinks"),
-            ("mlp_norm", (H,), f"{theirs}.post_attention_layernorm.weight"),
-            ("router", (E, H), f"{theirs}.mlp.router.weight"),
-            ("router_bias", (E,), f"{theirs}.mlp.router.bias"),
+            ("attention_norm", (H,), "input_layernorm.weight"),
+            ("sinks", (heads,), "self_attn.sinks"),
+            ("mlp_norm", (H,), "post_attention_layernorm.weight"),
+            ("router", (E, H), "mlp.router.weight"),
+            ("router_bias", (E,), "mlp.router.bias"),
         ]
-        widths = {"q": (q_width, H), "k": (kv_width, H), "v": (kv_width, H), "o": (H, q_width)}
-        for name, shape in widths.items():
-            key = f"{attention}.{name}_proj"
-            plain.append((f"self_attention.{name}_proj", shape, f"{key}.weight"))
-            plain.append((f"self_attention.{name}_bias", shape[:1], f"{key}.bias"))
-        tensors += [CanonicalTensor(f"{ours}.{name}", shape, (key,)) for name, shape, key in plain]
-        fused = {
-            "gate": ("gate_up_proj", Rows.EVEN, (I, H)),
-            "up": ("gate_up_proj", Rows.ODD, (I, H)),
-            "down": ("down_proj", Rows.ALL, (H, I)),
-        }
-        for name, (key, rows, shape) in fused.items():
-            matrix = FusedKey(f"{stem}.{key}", rows, is_transposed=True)
-            stacks = {
-                "proj": (matrix, shape),
-                "bias": (FusedKey(f"{stem}.{key}_bias", rows), shape[:1]),
-            }
-            tensors += [
-                CanonicalTensor(f"{ours}.experts_{name}_{end}", (E, *of_one), (), True, fused=place)
-                for end, (place, of_one) in stacks.items()
-            ]
+        for name, shape in {"q": (Q, H), "k": (KV, H), "v": (KV, H), "o": (H, Q)}.items():
+            plain.append((f"{name}_proj", shape, f"self_attn.{name}_proj.weight"))
+            plain.append((f"{name}_bias", shape[:1], f"self_attn.{name}_proj.bias"))
+        stacks = []
+        for name, key, rows, out, into in (
+            ("gate", "gate_up_proj", Rows.EVEN, I, H),
+            ("up", "gate_up_proj", Rows.ODD, I, H),
+            ("down", "down_proj", Rows.ALL, H, I),
+        ):
+            key = f"model.layers.{layer}.mlp.experts.{key}"
+            stacks.append((f"{name}_proj", (E, out, into), FusedKey(key, rows, is_transposed=True)))
+            stacks.append((f"{name}_bias", (E, out), FusedKey(f"{key}_bias", rows)))
+        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+        tensors += [
+            *(CanonicalTensor(ours + name, shape, (theirs + key,)) for name, shape, key in plain),
+            *(
+                CanonicalTensor(f"{ours}experts_{name}", shape, (), True, fused=fused)
+                for name, shape, fused in stacks
+            ),
+        ]
     tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
     if not tied:
-        tensors.append(CanonicalTensor("head", (V, H), (head,)))
+        tensors.append(CanonicalTensor("head", (V, H), head))
     return tuple(tensors)
 
 
@@ -329,23 +298,27 @@ def gpt_oss_layer_flops(config: GptOssConfig, layer: int, sequence_length: int) 
     """Forward operations of one layer per token, over the keys that a query sees on average."""
     H, width = config.hidden_size, config.num_attention_heads * config.head_dim
     kv_width = config.num_key_value_heads * config.head_dim
-    span = min(config.sliding_window, sequence_length) if config.is_sliding(layer) else None
-    span = sequence_length if span is None else span
+    length = sequence_length
+    span = min(config.sliding_window, length) if config.is_sliding(layer) else length
     # The first `span` queries see 1, 2, ... keys, the others `span` each.
-    keys = span - span * (span - 1) / 2 / sequence_length
+    keys = span - span * (span - 1) / 2 / length
     projections = 2 * H * (2 * width + 2 * kv_width)
     experts = config.num_experts_per_tok * 6 * H * config.intermediate_size
     return projections + 2 * 2 * width * keys + experts + 2 * H * config.num_experts
 
 
-_OPTIONAL_HF_FIELDS = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "tie_word_embeddings": False}
-_RESPELLED_HF_FIELDS = (
-    *("num_experts", "num_experts_per_tok", "layer_types", "rope_theta", "rope_scaling"),
-    *_OPTIONAL_HF_FIELDS,
-)
-_PLAIN_HF_FIELDS = tuple(
-    field.name for field in fields(GptOssConfig) if field.name not in _RESPELLED_HF_FIELDS
-)
+_OPTIONAL_HF_FIELDS: dict[str, Any] = {
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+    "tie_word_embeddings": False,
+    "layer_types": (),
+}
+_RESPELLED_HF_FIELDS = ("num_experts", "num_experts_per_tok", "rope_theta", "rope_scaling")
+_PLAIN_HF_FIELDS = [
+    field.name
+    for field in fields(GptOssConfig)
+    if field.name not in (*_RESPELLED_HF_FIELDS, *_OPTIONAL_HF_FIELDS)
+]
 _FIXED_HF_FIELDS = {
     "model_type": "gpt_oss",
     "hidden_act": "silu",

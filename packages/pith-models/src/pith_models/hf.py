@@ -1,14 +1,16 @@
 """Hugging Face folders: read and written tensor by tensor, with a strict account of every key.
 
-A checkpoint of ours names *canonical* tensors ("layers.3.experts_gate_proj", `[E, I, H]`); a
-Hugging Face file holds one entry per expert. Values are made when asked for, so memory stays at one
-canonical tensor, plus one file when writing.
+A checkpoint of ours names *canonical* tensors ("layers.3.experts_gate_proj", `[E, I, H]`). Files
+hold one under its own key, one key per expert, or fused: `gate_up_proj` has all experts' gate and
+up rows, halves or, in GPT-OSS, in turn and transposed. FP8 and MXFP4 are decoded. Values are made
+when asked for and written to their place, so memory stays at one canonical tensor and one key.
 
 The trap is a silent partial load, which trains and evaluates plausibly: a key that is missing,
 unexpected or of another shape is an error that lists it, before any value is read.
 """
 
 import json
+import os
 import shutil
 import warnings
 from collections import Counter
@@ -21,6 +23,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from pith_engine.fsdp import cut_block
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -174,11 +177,23 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._load(self._layout[name])
 
-    def _load(self, tensor: CanonicalTensor) -> Tensor:
+    def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A block of a tensor; of an expert stack only the block's experts are read."""
+        tensor = self._layout[name]
+        if not tensor.is_expert_stack:
+            return cut_block(self._load(tensor), offsets, sizes)
+        experts = range(offsets[0], offsets[0] + sizes[0])
+        return cut_block(self._load(tensor, experts), (0, *offsets[1:]), sizes)
+
+    def _load(self, tensor: CanonicalTensor, experts: range | None = None) -> Tensor:
+        """Whole, or these experts of a stack."""
         places: list[tuple[str, int | None]] = [(key, None) for key in tensor.keys]
         if fused := tensor.fused if tensor.fused and tensor.fused.key in self._parts else None:
             places = [(fused.key, expert) for expert in range(tensor.shape[0])]
-        out = torch.empty(tensor.shape, dtype=self._dtype)
+        if experts is not None:
+            places = [places[expert] for expert in experts]
+        shape = tensor.shape if experts is None else (len(experts), *tensor.shape[1:])
+        out = torch.empty(shape, dtype=self._dtype)
         paths = {self._headers[part].path for key, _ in places for part in self._parts[key]}
         with ExitStack() as stack:
             files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in paths}
@@ -254,7 +269,7 @@ def export_tensors(
         _write_json(temporary / "config.json", fields)
         _write_files(tensors, layout, temporary, dtype, max_file_bytes)
         lock.unlink()
-        if out.exists():
+        if replace and out.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             out.rename(replaced)
         temporary.rename(out)
@@ -270,7 +285,7 @@ def _held_folder(folder: Path) -> Generator[Path]:
         try:
             flock(file, LOCK_EX | LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{folder} is being written by another process: wait for it") from None
+            raise ValueError(f"{folder} is being written by another process") from None
         except OSError as error:
             warnings.warn(f"{folder} is not protected from a second export: {error}", stacklevel=4)
         for left in folder.iterdir():
@@ -348,28 +363,18 @@ def _check_keys(
         wanted |= {key: tensor.shape for key in tensor.copies if key in headers}
     parts = {key: _parts(key, shape, headers) for key, shape in wanted.items()}
     needed = {name: facts for part in parts.values() for name, facts in part.items()}
-    found = [(name, headers[name], *needed[name]) for name in sorted(needed.keys() & headers)]
+    wrong = []
+    for name in sorted(needed.keys() & headers):
+        (shape, dtypes), header = needed[name], headers[name]
+        if header.shape != shape or header.dtype not in dtypes:
+            found, expected = list(header.shape), f"{list(shape)} {' or '.join(dtypes)}"
+            wrong.append(f"{name} {found} {header.dtype}, expected {expected}")
     faults = [
         f"{label} ({len(lines)}): {_first(lines)}"
         for label, lines in (
             ("missing keys", sorted(needed.keys() - headers)),
             ("unexpected keys", sorted(headers.keys() - needed)),
-            (
-                "wrong shapes",
-                [
-                    f"{name} {list(header.shape)}, expected {list(shape)}"
-                    for name, header, shape, _ in found
-                    if header.shape != shape
-                ],
-            ),
-            (
-                "wrong dtypes",
-                [
-                    f"{name} {header.dtype}, expected {' or '.join(dtypes)}"
-                    for name, header, _, dtypes in found
-                    if header.dtype not in dtypes
-                ],
-            ),
+            ("wrong shapes or dtypes", wrong),
         )
         if lines
     ]
@@ -458,46 +463,39 @@ class _Place:
 def _create_files(
     layout: Sequence[CanonicalTensor], folder: Path, dtype: torch.dtype, max_file_bytes: int
 ) -> dict[str, _Place]:
-    """Write the index and the files, values missing; return where every key goes.
-
-    safetensors' own writer needs a file's tensors at once.
-    """
+    """Write index and files as safetensors does, but for the values; return where they go."""
     files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
     filled = total_size = total = 0
     seen: set[str] = set()
     for tensor in layout:
-        written_dtype = torch.float32 if tensor.keeps_float32 else dtype
+        own = torch.float32 if tensor.keeps_float32 else dtype
         for key, shape in tensor.written.items():
             if key in seen:  # the other half of a fused key
                 continue
             seen.add(key)
-            size = prod(shape) * written_dtype.itemsize
+            size = prod(shape) * own.itemsize
             if filled and filled + size > max_file_bytes:
-                files.append({})
-                filled = 0
-            files[-1][key] = shape, written_dtype
+                files, filled = [*files, {}], 0
+            files[-1][key] = shape, own
             filled, total_size, total = filled + size, total_size + size, total + prod(shape)
-    assert total == sum(prod(tensor.shape) for tensor in layout), "a fused key is not covered once"
+    assert total == sum(prod(tensor.shape) for tensor in layout), "a fused key has gaps"
     names = {own: name for name, own in _DTYPES.items()}
     places: dict[str, _Place] = {}
     for number, entries in enumerate(files, start=1):
-        name = (
-            f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else SINGLE_FILE
-        )
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        path = folder / (name if len(files) > 1 else SINGLE_FILE)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, end = {}, 0
         # safetensors' order: the widest first, so that every tensor is aligned.
         for key, (shape, own) in sorted(entries.items(), key=lambda e: (-e[1][1].itemsize, e[0])):
             starts[key], end = end, end + prod(shape) * own.itemsize
-            offsets = [starts[key], end]
-            header[key] = {"dtype": names[own], "shape": list(shape), "data_offsets": offsets}
+            header[key] = {"dtype": names[own], "shape": shape, "data_offsets": [starts[key], end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        with (folder / name).open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + end)
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(path, 8 + len(text) + end)
         for key, (shape, own) in entries.items():
-            places[key] = _Place(folder / name, 8 + len(text) + starts[key], shape, own)
+            places[key] = _Place(path, 8 + len(text) + starts[key], shape, own)
     if len(files) > 1:
         metadata = {"total_size": total_size, "total_parameters": total}
         weight_map = {key: place.path.name for key, place in places.items()}

@@ -134,6 +134,21 @@ class HfConfigReader:
         return config
 
 
+def head_violations(config: Any) -> list[str]:
+    """What does not fit in the heads of grouped-query attention and their rotation."""
+    heads, groups, found = config.num_attention_heads, config.num_key_value_heads, []
+    if groups >= 1 and heads % groups:
+        found.append(
+            f"model.num_attention_heads = {heads}: must be a multiple of "
+            f"num_key_value_heads = {groups}"
+        )
+    if config.head_dim % 2:
+        found.append(f"model.head_dim = {config.head_dim}: must be even for rotary embeddings")
+    if config.rope_scaling is not None:
+        found += config.rope_scaling.violations("model.rope_scaling")
+    return found
+
+
 def rope_hf_fields(theta: float, yarn: Yarn | None) -> dict[str, object]:
     """Rotary base and scaling, in the spellings of transformers 4 and 5."""
     scaling: dict[str, object] = {"rope_type": "default"}

@@ -32,7 +32,7 @@ from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.hf import CanonicalTensor, gated_expert_tensors
-from pith_models.hf_config import HfConfigReader, rope_hf_fields
+from pith_models.hf_config import HfConfigReader, head_violations, rope_hf_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +80,7 @@ class Qwen3MoeConfig:
 
     def violations(self) -> list[str]:
         """What is out of range or does not fit, a line each."""
-        faults = size_violations(self)
-        if self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads:
-            faults.append(
-                f"model.num_attention_heads = {self.num_attention_heads}: must be a multiple of "
-                f"num_key_value_heads = {self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            faults.append(f"model.head_dim = {self.head_dim}: must be even for rotary embeddings")
-        if self.rope_scaling is not None:
-            faults += self.rope_scaling.violations("model.rope_scaling")
+        faults = size_violations(self) + head_violations(self)
         if self.num_experts_per_tok > self.num_experts:
             faults.append(
                 f"model.num_experts_per_tok = {self.num_experts_per_tok}: must be at most "

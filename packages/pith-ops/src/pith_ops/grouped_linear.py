@@ -60,8 +60,8 @@ def grouped_linear(
 ) -> Tensor:
     """`x [P, in]` in group order, P >= `groups.total`, `weight [G, out, in]` -> `[P, out]`.
 
-    Without `weight_grads` autograd takes the weight gradient. `bias [G, out]` is fp32 or of the
-    dtype of `x`; autograd takes its gradient. A ValueError says what does not fit.
+    Without `weight_grads` autograd takes the weight gradient, that of `bias [G, out]` (fp32, or as
+    `x`) always. A ValueError says what does not fit.
     """
     if weight.ndim != 3 or x.ndim != 2 or x.shape[1] != weight.shape[2]:
         raise ValueError(
@@ -84,8 +84,8 @@ def grouped_linear(
         bias.shape != weight.shape[:2] or bias.dtype not in (torch.float32, x.dtype)
     ):
         raise ValueError(
-            f"bias {tuple(bias.shape)} in {bias.dtype}: expected {tuple(weight.shape[:2])}, "
-            f"[G, out], in torch.float32 or {x.dtype}"
+            f"bias {tuple(bias.shape)} {bias.dtype}: expected [G, out] = {tuple(weight.shape[:2])} "
+            f"in torch.float32 or {x.dtype}"
         )
     return _GroupedLinear.apply(x, weight, groups, weight_grads, bias)
 
@@ -115,7 +115,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.groups, ctx.weight_grads = groups, weight_grads
         y = _grouped_product(x, weight.transpose(1, 2), groups)
         if bias is not None:
-            # In place, group by group: a row of bias for each row of y would be as large as y.
+            # In place: gathered rows of the bias would be as large as y.
             for rows, row in zip(y[: groups.total].split(groups.sizes), bias, strict=True):
                 rows.add_(row)
         return y

@@ -7,17 +7,15 @@ DeepSeek), are rotated by the phase `position * inv_freq[i]`:
     out[i]       = x[i] * cos - x[i + D/2] * sin
     out[i + D/2] = x[i + D/2] * cos + x[i] * sin
 
-YaRN (Peng et al. 2023, arXiv 2309.00071) divides by `factor` the frequencies that turn less than
-`beta_slow` times within the original context, keeps those that turn more than `beta_fast` times,
-and blends between (r counts the turns, i(r) is the frequency that makes them):
+YaRN (Peng et al. 2023, arXiv 2309.00071) divides frequencies of few turns in the original context
+by `factor`; i(r) is the index of the one with r turns:
 
     i(r)     = D ln(original / (2 pi r)) / (2 ln theta)
     ramp     = clamp((i - i(beta_fast)) / (i(beta_slow) - i(beta_fast)), 0, 1)
     inv_freq = inv_freq * (1 - ramp) + inv_freq / factor * ramp
 
 The traps: bf16 cannot represent all positions above 256, so phases and rotation are in fp32 or
-wider, rounded once at the end; `truncate` rounds i(beta_fast) down and i(beta_slow) up, which
-GPT-OSS switches off.
+wider, rounded once at the end; GPT-OSS does not `truncate` i(beta_fast) and i(beta_slow).
 """
 
 import math
@@ -29,58 +27,53 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN's parameters, under Hugging Face's names in `rope_scaling` or `rope_parameters`."""
+    """YaRN under Hugging Face's field names."""
 
     factor: float
     """Longest context over the original one."""
     original_max_position_embeddings: int
-    """Tokens of the context before YaRN."""
+    """Tokens of the original context."""
     beta_fast: float = 32.0
-    """Frequencies with more turns in the original context stay as they are."""
+    """Turns from which a frequency is kept."""
     beta_slow: float = 1.0
-    """Frequencies with fewer turns are divided by `factor`."""
+    """Turns up to which it is divided by `factor`."""
     mscale: float | None = None
-    """DeepSeek's coefficient of ln(factor) in the table's scale; None or 0: none."""
+    """DeepSeek's coefficient in the table's scale; None or 0: none."""
     mscale_all_dim: float | None = None
-    """DeepSeek's coefficient in the softmax scale, which the table's is divided by."""
+    """That in the softmax scale."""
     attention_factor: float | None = None
-    """The table's scale, where it is given."""
+    """The table's scale, if given."""
     truncate: bool = True
     """Whether the ramp begins and ends at whole indices."""
 
     def violations(self, path: str) -> list[str]:
         """What is out of range, a line each, its field under `path`."""
-        values = {
-            "factor": (self.factor, 1),
-            "original_max_position_embeddings": (self.original_max_position_embeddings, 1),
-            "mscale": (self.mscale or 0, 0),
-            "mscale_all_dim": (self.mscale_all_dim or 0, 0),
-        }
+        slow, fast, factor = self.beta_slow, self.beta_fast, self.attention_factor
         faults = [
             f"{path}.{name} = {value}: must be finite and at least {least}"
-            for name, (value, least) in values.items()
+            for name, value, least in (
+                ("factor", self.factor, 1),
+                ("original_max_position_embeddings", self.original_max_position_embeddings, 1),
+                ("mscale", self.mscale or 0, 0),
+                ("mscale_all_dim", self.mscale_all_dim or 0, 0),
+            )
             if not least <= value < math.inf
         ]
-        if not 0 < self.beta_slow < self.beta_fast < math.inf:
-            faults.append(
-                f"{path}.beta_fast = {self.beta_fast}: must be finite and above "
-                f"beta_slow = {self.beta_slow}, which must be above 0"
-            )
-        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
-            faults.append(
-                f"{path}.attention_factor = {self.attention_factor}: must be finite and above 0"
-            )
+        if not 0 < slow < fast < math.inf:
+            faults.append(f"{path}.beta_fast = {fast}: must be above beta_slow = {slow} above 0")
+        if factor is not None and not 0 < factor < math.inf:
+            faults.append(f"{path}.attention_factor = {factor}: must be positive and finite")
         if bool(self.mscale) != bool(self.mscale_all_dim):
-            # DeepSeek's code and transformers read one without the other differently.
+            # DeepSeek's code and transformers disagree about one without the other.
             faults.append(
-                f"{path}.mscale = {self.mscale}: must be given if and only if mscale_all_dim = "
-                f"{self.mscale_all_dim} is; for another scale of the table set attention_factor"
+                f"{path}.mscale = {self.mscale}: give it and mscale_all_dim = "
+                f"{self.mscale_all_dim} both or neither"
             )
         return faults
 
     @property
     def table_scale(self) -> float:
-        """What cosine and sine are multiplied by: `rope_table`'s `scale`."""
+        """`scale` of `rope_table`."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -89,14 +82,14 @@ class Yarn:
 
     @property
     def softmax_scale(self) -> float:
-        """What DeepSeek multiplies `head_dim ** -0.5` by; 1 without `mscale_all_dim`."""
+        """DeepSeek's further factor of the softmax scale."""
         return self._magnitude(self.mscale_all_dim or 0.0) ** 2
 
     def _magnitude(self, coefficient: float) -> float:
         return 0.1 * coefficient * math.log(self.factor) + 1.0
 
     def _ramp(self, head_dim: int, theta: float) -> tuple[float, float]:
-        """Indices where the blend begins and ends, clamped as released models' code does."""
+        """Where the blend begins and ends, clamped as in the released code."""
         original = self.original_max_position_embeddings
         low, high = (
             head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -116,10 +109,7 @@ def rope_frequencies(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """`inv_freq [head_dim / 2]`, radians per position, fp32 or float64.
-
-    A ValueError refuses an odd `head_dim`, and YaRN with a `theta` of 1 or less.
-    """
+    """`inv_freq [head_dim / 2]`, radians per position, fp32 or float64."""
     if head_dim % 2:
         raise ValueError(f"rope_frequencies: head_dim {head_dim} must be even")
     exponents = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
@@ -131,7 +121,7 @@ def rope_frequencies(
     low, high = yarn._ramp(head_dim, theta)
     indices = torch.arange(head_dim // 2, device=device).to(dtype)
     kept = 1 - ((indices - low) / (high - low)).clamp(0, 1)
-    # In this order of operations fp32 values equal transformers' bit for bit.
+    # In this order fp32 values equal transformers' bit for bit.
     return 1.0 / (yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 

@@ -4,10 +4,9 @@
     ids = the K largest           ties go to the lower expert id; of s + bias, where there is one
     w = s[ids]                    or s[ids] / sum(s[ids]) with `normalise` (`norm_topk_prob`)
 
-then times `scaling` in either case. `softmax_topk` is the gate of Qwen3-MoE and DeepSeek-V2,
-`sigmoid_topk` (s = sigmoid) that of DeepSeek-V3 (arXiv 2412.19437), `topk_softmax` (w = softmax of
-the chosen logits) that of GPT-OSS. All return ids int32 `[T, K]`, first choice first, weights
-`[T, K]` and scores for balancing `[T, N]`, which sum to 1 over the pool.
+times `scaling` either way. That is Qwen3-MoE and DeepSeek-V2; V3 (arXiv 2412.19437) takes sigmoids,
+GPT-OSS the softmax of the chosen logits. All return ids int32 `[T, K]`, first choice first, weights
+`[T, K]` and scores for balancing `[T, N]`, whose rows sum to 1.
 
 Everything runs in the accumulation dtype, autocast or not: neighbouring experts often differ by
 less than a bf16 step. The traps: `torch.topk` promises no order among ties, a stable sort does;
@@ -27,14 +26,14 @@ from pith_ops.device import accumulation_dtype
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Group-limited routing: experts outside a token's best groups are out of the choice."""
+    """Group-limited routing: a token's experts come from its best groups."""
 
     num_groups: int
-    """Groups of neighbouring experts, all of one size."""
+    """Groups of neighbouring experts."""
     num_chosen: int
-    """Groups that a token's experts come from; ties go to the lower group."""
+    """How many of them; ties go to the lower."""
     best: int
-    """A group counts the sum of its this many best scores: 1 in DeepSeek-V2, 2 in V3."""
+    """A group's score sums this many of its best: 1 in V2, 2 in V3."""
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -77,7 +76,7 @@ def sigmoid_topk(
     chosen: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `softmax_topk`; weights come from the sigmoids, scores are these over their sum."""
+    """As `softmax_topk` of sigmoids; scores are these over their sum."""
     logits = logits.to(accumulation_dtype(logits.dtype))
     gates = logits.sigmoid()
     ids = _choose(logits, gates, top_k, groups, chosen, bias)
@@ -88,7 +87,7 @@ def sigmoid_topk(
 def topk_softmax(
     logits: Tensor, top_k: int, *, chosen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `softmax_topk`; weights are the softmax over the chosen logits, scores over all."""
+    """As `softmax_topk`, weights being the softmax over the chosen logits."""
     logits = logits.to(accumulation_dtype(logits.dtype))
     scores = logits.softmax(1)
     ids = _choose(logits, scores, top_k, None, chosen, None)
@@ -114,7 +113,7 @@ def _choose(
     chosen: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Ids int64 `[T, K]` by `scores [T, N]`, which grow with `logits`; no gradient."""
+    """Ids int64 `[T, K]`; `scores [T, N]` grow with `logits`."""
     num_tokens, num_experts = logits.shape
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k: {top_k} is not between 1 and the {num_experts} experts")
@@ -134,7 +133,7 @@ def _choose(
 
 
 def _mask_groups(keys: Tensor, top_k: int, groups: ExpertGroups) -> Tensor:
-    """`keys [T, N]` with -inf for experts outside the chosen groups."""
+    """-inf for experts outside the chosen groups."""
     num_experts = keys.shape[1]
     size, rest = divmod(num_experts, max(groups.num_groups, 1))
     if (
@@ -144,9 +143,8 @@ def _mask_groups(keys: Tensor, top_k: int, groups: ExpertGroups) -> Tensor:
         or groups.num_chosen * size < top_k
     ):
         raise ValueError(
-            f"groups: {groups} does not fit {num_experts} experts and top_k {top_k}: num_groups "
-            "must divide the experts, num_chosen be from 1 to num_groups, best from 1 to the "
-            "experts of a group, and the chosen groups hold top_k experts"
+            f"groups: {groups} does not fit {num_experts} experts, top_k {top_k}: num_groups must "
+            "divide the experts, num_chosen of them hold top_k, best be from 1 to a group's size"
         )
     grouped = keys.unflatten(1, (groups.num_groups, size))
     totals = grouped.topk(groups.best, dim=2).values.sum(2)

@@ -7,7 +7,7 @@ widest activations; here the backward computes it once more:
 
 The trap: `silu(gate)` is rounded before the product, so that bf16 outputs equal Hugging Face's.
 
-GPT-OSS clamps (a gate from above only) and shifts, here in fp32 and rounded once:
+GPT-OSS clamps and shifts, here in fp32 or wider, rounded once:
 
     g = min(gate, limit)    u = clamp(up, -limit, limit)    s = sigmoid(alpha * g)
     y = (u + 1) * g * s
@@ -37,7 +37,7 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate_up: Tensor, *, limit: float, alpha: float) -> Tensor:
-    """GPT-OSS's: `gate_up [..., 2I]`, gate first, -> `[..., I]` in the same dtype."""
+    """GPT-OSS's, of the same shapes."""
     _check_halves(gate_up)
     return _ClampedSwiGLU.apply(gate_up, limit, alpha)
 
@@ -84,8 +84,8 @@ class _ClampedSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,), limit, alpha = ctx.saved_tensors, ctx.limit, ctx.alpha
         gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
-        # As with torch's clamp, a value at the limit takes its gradient.
-        free_gate, free_up = gate <= limit, up.abs() <= limit
+        # A value at its limit counts as clamped; torch's own clamp differs between versions.
+        free_gate, free_up = gate < limit, up.abs() < limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         s = (alpha * gate).sigmoid()
         grad_gate = grad * (up + 1) * s * (1 + alpha * gate * (1 - s))

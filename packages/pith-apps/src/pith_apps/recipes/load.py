@@ -19,16 +19,17 @@ from pith_apps.config import RunConfig
 from pith_apps.recipes.demo import demo
 from pith_apps.recipes.gpt_oss_20b import gpt_oss_20b, gpt_oss_20b_tiny
 from pith_apps.recipes.gpt_oss_120b import gpt_oss_120b, gpt_oss_120b_tiny
+from pith_apps.recipes.qwen3_8b import qwen3_8b, qwen3_8b_tiny
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
+from pith_apps.recipes.qwen3_235b_a22b import qwen3_235b_a22b, qwen3_235b_a22b_tiny
 
 BUILT_IN_RECIPES = (
     "demo",
-    "qwen3-30b-a3b",
-    "qwen3-30b-a3b-tiny",
-    "gpt-oss-20b",
-    "gpt-oss-20b-tiny",
-    "gpt-oss-120b",
-    "gpt-oss-120b-tiny",
+    *("qwen3-8b", "qwen3-8b-tiny"),
+    *("qwen3-30b-a3b", "qwen3-30b-a3b-tiny"),
+    *("qwen3-235b-a22b", "qwen3-235b-a22b-tiny"),
+    *("gpt-oss-20b", "gpt-oss-20b-tiny"),
+    *("gpt-oss-120b", "gpt-oss-120b-tiny"),
 )
 
 
@@ -42,10 +43,18 @@ def load_recipe(name: str) -> RunConfig:
     match name:
         case "demo":
             return demo()
+        case "qwen3-8b":
+            return qwen3_8b()
+        case "qwen3-8b-tiny":
+            return qwen3_8b_tiny()
         case "qwen3-30b-a3b":
             return qwen3_30b_a3b()
         case "qwen3-30b-a3b-tiny":
             return qwen3_30b_a3b_tiny()
+        case "qwen3-235b-a22b":
+            return qwen3_235b_a22b()
+        case "qwen3-235b-a22b-tiny":
+            return qwen3_235b_a22b_tiny()
         case "gpt-oss-20b":
             return gpt_oss_20b()
         case "gpt-oss-20b-tiny":

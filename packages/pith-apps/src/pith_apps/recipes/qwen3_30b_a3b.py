@@ -14,26 +14,28 @@ from pith_models.qwen3_moe import Qwen3MoeConfig
 from pith_apps.config import CheckpointConfig, EvaluationConfig, RunConfig, TrainConfig
 from pith_apps.recipes.tiny import tiny_form
 
+_MODEL = Qwen3MoeConfig(
+    vocab_size=151936,
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    rope_theta=1000000.0,
+    max_position_embeddings=32768,
+)
+
 
 def qwen3_30b_a3b() -> RunConfig:
     """Released sizes on eight GPUs; give it `--data.training`, `.held-out` and `.tokenizer`."""
     return RunConfig(
         name="qwen3-30b-a3b",
-        model=Qwen3MoeConfig(
-            vocab_size=151936,
-            hidden_size=2048,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
-            intermediate_size=6144,
-            moe_intermediate_size=768,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-            rope_theta=1000000.0,
-            max_position_embeddings=32768,
-        ),
+        model=_MODEL,
         mesh=MeshConfig(ep=8),
         train=TrainConfig(steps=10000, batch=256, micro_batch=1, sequence_length=4096),
         lr=LearningRateConfig(schedule="wsd", peak=3e-4, warmup_steps=200, decay_steps=1000),
@@ -44,9 +46,8 @@ def qwen3_30b_a3b() -> RunConfig:
 
 def qwen3_30b_a3b_tiny() -> RunConfig:
     """The same structure with every size cut down: trains on a CPU in seconds."""
-    full = qwen3_30b_a3b()
     model = replace(
-        full.model,
+        _MODEL,
         vocab_size=4096,
         hidden_size=64,
         num_hidden_layers=4,
@@ -59,4 +60,4 @@ def qwen3_30b_a3b_tiny() -> RunConfig:
         num_experts_per_tok=2,
         max_position_embeddings=128,
     )
-    return tiny_form(full, model)
+    return tiny_form(qwen3_30b_a3b(), model)
