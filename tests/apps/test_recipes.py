@@ -9,9 +9,9 @@ from pith_apps.config import DataConfig
 from pith_apps.plan import Machine
 from pith_apps.recipes.demo import demo, demo_mesh, demo_model
 from pith_apps.recipes.load import BUILT_IN_RECIPES, load_recipe
-from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b
-from pith_engine.mesh import MeshConfig
-from pith_models.build import parameter_counts
+from pith_engine.mesh import Mesh, MeshConfig
+from pith_models.build import build_chunks, parameter_counts
+from pith_ops.attention import AttentionBackend
 
 
 @pytest.mark.parametrize("name", BUILT_IN_RECIPES)
@@ -42,11 +42,52 @@ def test_the_demo_has_the_agreed_sizes():
     assert demo_mesh(4) == demo_mesh(8) == MeshConfig(pp=2, ep=2)
 
 
-def test_qwen3_30b_a3b_has_the_released_size():
-    """30.5 B parameters, 3.3 B active: Qwen3 technical report, arXiv 2505.09388, table 2."""
-    counts = parameter_counts(qwen3_30b_a3b().model)
-    assert counts.total == 30_532_122_624
-    assert 3.3e9 <= counts.active < 3.4e9
+RELEASED = {
+    # Total; those that no token meets, by hand (layers * idle experts * 3 matrices * width *
+    # hidden); published total and active in billions, rounded to as many digits as they have.
+    # Convention: all parameters, embedding and head among the active ones (arXiv 2505.09388).
+    "qwen3-8b": (8_190_735_360, 0, "8.2", "8.2"),
+    # The report's 3.3 is cut off, not rounded; the name's A3B is what 3.353 rounds to.
+    "qwen3-30b-a3b": (30_532_122_624, 48 * (128 - 8) * 3 * 768 * 2048, "30.5", "3"),
+    "qwen3-235b-a22b": (235_093_634_560, 94 * (128 - 8) * 3 * 1536 * 4096, "235", "22"),
+}
+
+
+@pytest.mark.parametrize("name", [n for n in BUILT_IN_RECIPES if n != "demo" and "tiny" not in n])
+def test_released_sizes_build_with_their_exact_totals(name: str):
+    """On the meta device, and counted from the key map; a recipe without a row here fails."""
+    total, idle, published, published_active = RELEASED[name]
+    model = load_recipe(name).model
+    half = model.num_hidden_layers // 2
+    layers = (half, model.num_hidden_layers - half)
+    chunks = build_chunks(
+        model, Mesh.single(), layers, attention_backend=AttentionBackend.REFERENCE
+    )
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    assert all(p.is_meta for p in parameters)
+    counts = parameter_counts(model)
+    assert sum({id(p): p.numel() for p in parameters}.values()) == counts.total == total
+    assert counts.active == total - idle
+    for count, figure in ((counts.total, published), (counts.active, published_active)):
+        assert f"{count / 1e9:.{len(figure.partition('.')[2])}f}" == figure
+
+
+def test_qwen3_8b_written_out():
+    layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 12288 * 4096 + 2 * 128 + 2 * 4096
+    assert 2 * 151_936 * 4096 + 36 * layer + 4096 == RELEASED["qwen3-8b"][0]
+    assert {load_recipe(name).model.rope_theta for name in RELEASED} == {1e6}
+
+
+@pytest.mark.parametrize("name", BUILT_IN_RECIPES)
+def test_every_model_has_a_tiny_form_of_its_family(name: str):
+    if name == "demo" or name.endswith("-tiny"):
+        return
+    full, tiny = load_recipe(name), load_recipe(f"{name}-tiny")
+    assert type(full.model) is type(tiny.model) and tiny.train.device == "cpu"
+    assert (tiny.model.num_hidden_layers, tiny.model.vocab_size) == (4, 4096)
+    sparse = [tiny.model.is_sparse(layer) for layer in range(4)]
+    assert any(sparse) == (full.model.num_experts > 0)
+    assert tiny.mesh == (MeshConfig(ep=2) if any(sparse) else MeshConfig(dp=2))
 
 
 def test_an_unknown_recipe_names_the_nearest():
