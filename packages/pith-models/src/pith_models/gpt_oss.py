@@ -261,6 +261,7 @@ def gpt_oss_tensors(config: GptOssConfig) -> tuple[CanonicalTensor, ...]:
     embedding, head = ("model.embed_tokens.weight",), ("lm_head.weight",)
     tensors = [CanonicalTensor("embedding", (V, H), embedding, copies=head if tied else ())]
     for layer in range(config.num_hidden_layers):
+        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
         plain: list[tuple[str, tuple[int, ...], str]] = [
             ("attention_norm", (H,), "input_layernorm.weight"),
             ("sinks", (heads,), "self_attn.sinks"),
@@ -271,23 +272,20 @@ def gpt_oss_tensors(config: GptOssConfig) -> tuple[CanonicalTensor, ...]:
         for name, shape in {"q": (Q, H), "k": (KV, H), "v": (KV, H), "o": (H, Q)}.items():
             plain.append((f"{name}_proj", shape, f"self_attn.{name}_proj.weight"))
             plain.append((f"{name}_bias", shape[:1], f"self_attn.{name}_proj.bias"))
-        stacks = []
-        for name, key, rows, out, into in (
-            ("gate", "gate_up_proj", Rows.EVEN, I, H),
-            ("up", "gate_up_proj", Rows.ODD, I, H),
-            ("down", "down_proj", Rows.ALL, H, I),
-        ):
-            key = f"model.layers.{layer}.mlp.experts.{key}"
-            stacks.append((f"{name}_proj", (E, out, into), FusedKey(key, rows, is_transposed=True)))
-            stacks.append((f"{name}_bias", (E, out), FusedKey(f"{key}_bias", rows)))
-        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
         tensors += [
-            *(CanonicalTensor(ours + name, shape, (theirs + key,)) for name, shape, key in plain),
-            *(
-                CanonicalTensor(f"{ours}experts_{name}", shape, (), True, fused=fused)
-                for name, shape, fused in stacks
-            ),
+            CanonicalTensor(ours + name, shape, (theirs + key,)) for name, shape, key in plain
         ]
+        for name, key, rows, shape in (
+            ("gate", "gate_up_proj", Rows.EVEN, (E, I, H)),
+            ("up", "gate_up_proj", Rows.ODD, (E, I, H)),
+            ("down", "down_proj", Rows.ALL, (E, H, I)),
+        ):
+            stem, key = f"{ours}experts_{name}", f"{theirs}mlp.experts.{key}"
+            matrix, bias = FusedKey(key, rows, is_transposed=True), FusedKey(f"{key}_bias", rows)
+            tensors += [
+                CanonicalTensor(f"{stem}_proj", shape, (), True, fused=matrix),
+                CanonicalTensor(f"{stem}_bias", shape[:2], (), True, fused=bias),
+            ]
     tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
     if not tied:
         tensors.append(CanonicalTensor("head", (V, H), head))

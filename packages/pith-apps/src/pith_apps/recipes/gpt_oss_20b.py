@@ -14,7 +14,6 @@ from pith_ops.rope import Yarn
 from pith_apps.config import CheckpointConfig, EvaluationConfig, RunConfig, TrainConfig
 from pith_apps.recipes.tiny import tiny_form
 
-_YARN = Yarn(factor=32.0, original_max_position_embeddings=4096, truncate=False)
 GPT_OSS_20B = GptOssConfig(
     vocab_size=201088,
     hidden_size=2880,
@@ -26,7 +25,7 @@ GPT_OSS_20B = GptOssConfig(
     num_experts=32,
     num_experts_per_tok=4,
     sliding_window=128,
-    rope_scaling=_YARN,
+    rope_scaling=Yarn(factor=32.0, original_max_position_embeddings=4096, truncate=False),
 )
 GPT_OSS_TINY = replace(
     GPT_OSS_20B,
@@ -40,10 +39,10 @@ GPT_OSS_TINY = replace(
     num_experts=8,
     num_experts_per_tok=2,
     sliding_window=8,
-    rope_scaling=replace(_YARN, original_max_position_embeddings=16),
+    rope_scaling=Yarn(factor=32.0, original_max_position_embeddings=16, truncate=False),
     max_position_embeddings=512,
 )
-"""Sequences of 64 pass its window and YaRN's original length."""
+"""Sequences of 64 still pass the window and YaRN's original length."""
 
 
 def gpt_oss_20b() -> RunConfig:
