@@ -18,11 +18,13 @@ from pith_apps.checks import violations
 from pith_apps.convert import export_checkpoint, import_checkpoint
 from pith_apps.parity import parity_worker, parse_parity_mesh, vary
 from pith_apps.plan import Machine
-from pith_apps.recipes.gpt_oss_20b import gpt_oss_20b_tiny
+from pith_apps.recipes.gpt_oss_20b import gpt_oss_20b, gpt_oss_20b_tiny
+from pith_apps.recipes.gpt_oss_120b import gpt_oss_120b
 from pith_engine.balance import BalanceConfig
 from pith_engine.checkpoint import find_checkpoint
 from pith_engine.context_parallel import context_attention
-from pith_models.build import canonical_tensors
+from pith_models.build import canonical_tensors, model_config_from_hf
+from released_gpt_oss import GPT_OSS_20B, GPT_OSS_120B
 from safetensors.torch import load_file, save_file
 
 
@@ -100,3 +102,8 @@ def test_a_selection_bias_is_refused(tmp_path: Path):
     run = replace(gpt_oss_20b_tiny(), runs_folder=tmp_path, balance=BalanceConfig(method="bias"))
     (found,) = violations(run, Machine(world_size=2, processes_here=2, num_gpus=0))
     assert found.startswith("balance.method bias") and "no place for the bias" in found
+
+
+def test_recipes_are_the_released_models_with_their_yarn():
+    assert gpt_oss_20b().model == model_config_from_hf(GPT_OSS_20B)
+    assert gpt_oss_120b().model == model_config_from_hf(GPT_OSS_120B)

@@ -23,6 +23,7 @@ from pith_models.gpt_oss import GptOssConfig
 from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from pith_ops.attention import AttentionBackend
 from pith_ops.rope import Yarn
+from released_gpt_oss import GPT_OSS_20B, GPT_OSS_120B
 from safetensors.torch import load_file, save_file
 from their_models import (
     LENGTH,
@@ -75,62 +76,6 @@ VARIANTS: dict[str, dict[str, object]] = {
         "swiglu_alpha": 1.2,
     },
     "plain-rope": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-}
-# The published config.json of gpt-oss-20b.
-GPT_OSS_20B = {
-    "architectures": ["GptOssForCausalLM"],
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "eos_token_id": 200002,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "model_type": "gpt_oss",
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "output_router_logits": False,
-    "pad_token_id": 199999,
-    "quantization_config": {
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-        "quant_method": "mxfp4",
-    },
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "router_aux_loss_coef": 0.9,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "transformers_version": "4.55.0.dev0",
-    "use_cache": True,
-    "vocab_size": 201088,
-}
-GPT_OSS_120B = {
-    **GPT_OSS_20B,
-    "layer_types": ["sliding_attention", "full_attention"] * 18,
-    "num_hidden_layers": 36,
-    "num_local_experts": 128,
 }
 
 
