@@ -31,6 +31,7 @@ from pith_engine.checkpoint import (
 )
 from pith_engine.fsdp import canonical_blocks
 from pith_engine.gradients import (
+    NanFinder,
     clip_gradients,
     raise_if_not_finite,
     raise_if_weights_not_finite,
@@ -174,9 +175,13 @@ def _train_step(
 ) -> None:
     """One optimizer update, or none when the global batch has no target."""
     parameters, mesh, device = trainer.parameters, trainer.mesh, trainer.device
-    losses, norm = step_gradients(trainer, data.micro_batches(step))
+    batches = data.micro_batches(step)
+    losses, norm = step_gradients(trainer, batches)
     rate = learning_rate(config.lr, step, config.train.steps)
-    raise_if_not_finite(parameters, norm, step, mesh)
+    if not torch.isfinite(norm).item():
+        with NanFinder():  # run again, to end in the line that makes the NaN
+            step_gradients(trainer, batches)
+        raise_if_not_finite(parameters, norm, step, mesh)
     if losses.num_targets:
         clip_gradients(parameters, norm, config.train.max_grad_norm)
         optimizer.step(rate)

@@ -289,8 +289,9 @@ def _commit(
             shutil.rmtree(left)
         temporary.mkdir(parents=True)
     barrier(mesh.world)
-    # 2. Every rank's blocks, in files that DCP calls `__<rank>_*`.
-    writer = FileSystemWriter(temporary, sync_files=True)
+    # 2. Every rank's blocks, in files that DCP calls `__<rank>_*`. It keeps a file's tensors until
+    # the file is closed; a file each lets those of an import, made as they are written, go.
+    writer = FileSystemWriter(temporary, single_file_per_rank=has_optimizer, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
         save(

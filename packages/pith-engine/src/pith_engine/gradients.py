@@ -9,9 +9,11 @@ first, on all ranks at once.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from pith_engine.contract import IGNORED_TARGET, Batch
 from pith_engine.fsdp import ShardedParameter
@@ -54,6 +56,31 @@ def raise_if_not_finite(
     where = _not_finite([(parameter.name, parameter.grad) for parameter in parameters], mesh)
     where = where or "no parameter: the norm itself overflows"
     raise FloatingPointError(f"step {step}: gradient not finite in {where}; no update is applied")
+
+
+class NanFinder(TorchFunctionMode):
+    """While active, the first operation that makes a NaN out of none raises a FloatingPointError.
+
+    Python's backward functions are watched too, those inside autograd not.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, then look at what it made."""
+        made = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        # Memory that is not written yet may hold anything.
+        if "empty" not in name and _has_nan(made) and not _has_nan([args, kwargs]):
+            raise FloatingPointError(f"{name} makes a NaN of operands without one")
+        return made
+
+
+def _has_nan(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.is_floating_point() and bool(value.isnan().any())
+    children = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (list, tuple, dict)) and any(_has_nan(child) for child in children)
 
 
 def raise_if_weights_not_finite(

@@ -3,9 +3,9 @@
 A command finds its peers in torchrun's variables, else in those of `srun`, else it is alone. On
 GPUs the group is `cpu:gloo,cuda:nccl`, so objects and barriers never touch a GPU stream.
 
-A rank that raises prints its traceback and exits without draining collectives or running exit
-handlers: its peers see a closed connection and follow within seconds, and the first traceback is
-the cause. Only the main thread's exceptions count.
+A rank that raises prints the place, then its traceback, and exits without draining collectives or
+running exit handlers: its peers see a closed connection and follow within seconds, and the first
+traceback is the cause. Only the main thread's exceptions count.
 
 Collectives take an `Axis` and are the identity when it has one rank.
 """
@@ -18,6 +18,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy
@@ -150,7 +151,7 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
         yield
     except (Exception, KeyboardInterrupt) as error:
         by_user = isinstance(error, KeyboardInterrupt)
-        text = "interrupted" if by_user else "".join(traceback.format_exception(error))
+        text = "interrupted" if by_user else _report(error)
         try:
             # One write: lines of ranks that fail together do not mix.
             sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
@@ -158,6 +159,21 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
             sys.stdout.flush()  # Raises when the reader of a pipe has gone.
         finally:
             os._exit(130 if by_user else 1)
+
+
+def _report(error: BaseException) -> str:
+    """Where and what, in one line, then the whole traceback.
+
+    An operator refuses its operands for its caller's sake: the place is the innermost frame of ours
+    outside `pith_ops` and watchers of operations.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if frame.name != "__torch_function__"]
+    ours = [frame for frame in frames if Path(frame.filename).parent.name.startswith("pith_")]
+    callers = [frame for frame in ours if Path(frame.filename).parent.name != "pith_ops"]
+    place = next(reversed(callers or ours or frames), None)
+    where = f"{place.filename}:{place.lineno} in {place.name}: {place.line}\n" if place else ""
+    return where + "".join(traceback.format_exception(error))
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:

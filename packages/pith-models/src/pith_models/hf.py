@@ -14,7 +14,7 @@ import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -86,21 +86,19 @@ class CanonicalTensor:
     keeps_float32: bool = False
     """Whether files hold it in fp32, whatever their dtype."""
 
-    @property
-    def fused_shape(self) -> tuple[int, ...]:
-        """The shape behind `fused`."""
-        assert self.fused is not None, f"{self.name} has no fused key"
+    def stored(self, present: Container[str]) -> dict[str, tuple[int, ...]]:
+        """The keys that hold it in files with these keys, with their shapes."""
+        if self.fused is None or (self.keys and self.fused.key not in present):
+            return dict.fromkeys(self.keys, self.shape[1:] if self.is_expert_stack else self.shape)
         experts, rows, *columns = self.shape
         rows *= 1 if self.fused.rows is Rows.ALL else 2
-        return (experts, *columns, rows) if self.fused.is_transposed else (experts, rows, *columns)
+        shape = (*columns, rows) if self.fused.is_transposed else (rows, *columns)
+        return {self.fused.key: (experts, *shape)}
 
     @property
     def written(self) -> dict[str, tuple[int, ...]]:
         """The keys that an export writes, with their shapes."""
-        if self.keys:
-            return dict.fromkeys(self.keys, self.shape[1:] if self.is_expert_stack else self.shape)
-        assert self.fused is not None, f"{self.name} has no key"
-        return {self.fused.key: self.fused_shape}
+        return self.stored(())
 
     def slices(self, tensor: Tensor) -> Sequence[Tensor]:
         """Views of a tensor of `shape`, one per expert of a stack, else itself."""
@@ -358,8 +356,7 @@ def _check_keys(
     """Return, for every key that is read, the names in the files that `_decode` needs."""
     wanted: dict[str, tuple[int, ...]] = {}
     for tensor in layout:
-        is_fused = tensor.fused is not None and tensor.fused.key in headers
-        wanted |= {tensor.fused.key: tensor.fused_shape} if is_fused else tensor.written
+        wanted |= tensor.stored(headers)
         wanted |= {key: tensor.shape for key in tensor.copies if key in headers}
     parts = {key: _parts(key, shape, headers) for key, shape in wanted.items()}
     needed = {name: facts for part in parts.values() for name, facts in part.items()}
@@ -457,7 +454,7 @@ class _Place:
         flat = tensor.to("cpu", self.dtype).flatten().view(torch.uint8)
         with self.path.open("r+b") as file:
             file.seek(self.offset)
-            file.write(flat.numpy())
+            file.write(flat.numpy().data)
 
 
 def _create_files(
