@@ -36,6 +36,20 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_bf16_of_gpt_oss_rounds_the_product_once(weight_dtype):
+    x, weight, grad = operands((64, 128), torch.bfloat16, weight_dtype)
+    got = rms_norm(x, weight, 1e-5, rounds_once=True)
+    wide = x.float()
+    product = weight.float() * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5))
+    assert got.dtype == torch.bfloat16 and torch.equal(got, product.bfloat16())
+    assert torch.equal(got, rms_norm_reference(x, weight, 1e-5, rounds_once=True))
+    assert not torch.equal(got, rms_norm(x, weight, 1e-5))
+    wanted = torch.autograd.grad(product, (x, weight), grad.float())
+    for a, b in zip(torch.autograd.grad(got, (x, weight), grad), wanted, strict=True):
+        assert a.dtype == b.dtype and (a.double() - b.double()).norm() / b.double().norm() < 2**-8
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 def test_bf16_rounds_before_the_weight_and_keeps_its_dtype(weight_dtype):
     x, weight, grad = operands((64, 128), torch.bfloat16, weight_dtype)
     got = rms_norm(x, weight, 1e-6)

@@ -22,6 +22,12 @@ from pith_models.deepseek import (
     deepseek_skipped_keys,
     deepseek_tensors,
 )
+from pith_models.gpt_oss import (
+    GptOssConfig,
+    GptOssLayer,
+    gpt_oss_layer_flops,
+    gpt_oss_tensors,
+)
 from pith_models.hf import CanonicalTensor, SkippedKeys
 from pith_models.qwen3_dense import Qwen3Config, Qwen3Layer, qwen3_layer_flops, qwen3_tensors
 from pith_models.qwen3_moe import (
@@ -31,7 +37,7 @@ from pith_models.qwen3_moe import (
     qwen3_moe_tensors,
 )
 
-ModelConfig: TypeAlias = Qwen3MoeConfig | Qwen3Config | DeepseekConfig
+ModelConfig: TypeAlias = Qwen3MoeConfig | Qwen3Config | DeepseekConfig | GptOssConfig
 """The configuration of any family."""
 
 
@@ -97,6 +103,7 @@ def build_chunks(
                 hidden_size=config.hidden_size,
                 initial_std=config.initializer_range,
                 norm_epsilon=config.rms_norm_eps,
+                norm_rounds_once=isinstance(config, GptOssConfig),
                 is_first=chunk == 0,
                 is_last=is_last,
                 tied_embedding=chunks[0].get_parameter("embedding") if tied else None,
@@ -119,6 +126,8 @@ def _decoder_layer(
         case DeepseekConfig():
             experts = experts if config.is_sparse(layer) else 0
             return DeepseekLayer(config, experts, backend, mesh.cp)
+        case GptOssConfig():
+            return GptOssLayer(config, layer, experts, backend, mesh.cp)
 
 
 def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
@@ -130,12 +139,14 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
             return qwen3_tensors(config)
         case DeepseekConfig():
             return deepseek_tensors(config)
+        case GptOssConfig():
+            return gpt_oss_tensors(config)
 
 
 def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
     """Keys of the family's Hugging Face files that are left out on purpose."""
     match config:
-        case Qwen3MoeConfig() | Qwen3Config():
+        case Qwen3MoeConfig() | Qwen3Config() | GptOssConfig():
             return ()
         case DeepseekConfig():
             return deepseek_skipped_keys(config)
@@ -150,8 +161,10 @@ def model_config_from_hf(fields: dict) -> ModelConfig:
             return Qwen3Config.from_hf(fields)
         case "deepseek_v2" | "deepseek_v3":
             return DeepseekConfig.from_hf(fields)
+        case "gpt_oss":
+            return GptOssConfig.from_hf(fields)
         case other:
-            known = ["qwen3_moe", "qwen3", "deepseek_v2", "deepseek_v3"]
+            known = ["qwen3_moe", "qwen3", "deepseek_v2", "deepseek_v3", "gpt_oss"]
             raise ValueError(f"model_type = {other!r}: implemented are {known}")
 
 
@@ -183,3 +196,5 @@ def _layer_flops(config: ModelConfig, layer: int, sequence_length: int) -> float
             return qwen3_layer_flops(config, sequence_length)
         case DeepseekConfig():
             return deepseek_layer_flops(config, layer, sequence_length)
+        case GptOssConfig():
+            return gpt_oss_layer_flops(config, layer, sequence_length)

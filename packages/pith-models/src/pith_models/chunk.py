@@ -30,12 +30,14 @@ class DecoderChunk(ModelChunk):
         hidden_size: int,
         initial_std: float,
         norm_epsilon: float,
+        norm_rounds_once: bool,
         is_first: bool,
         is_last: bool,
         tied_embedding: Tensor | None,
     ):
         super().__init__(is_first=is_first, is_last=is_last)
-        self.norm_epsilon, shape = norm_epsilon, (vocab_size, hidden_size)
+        self.norm_epsilon, self.norm_rounds_once = norm_epsilon, norm_rounds_once
+        shape = (vocab_size, hidden_size)
         if is_first:
             self.embedding = declare(shape, Role.EMBEDDING, std=initial_std)
         for number, layer in layers.items():
@@ -51,9 +53,13 @@ class DecoderChunk(ModelChunk):
 
     def loss(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Sum of the token losses, a scalar in fp32 or wider."""
-        normed = rms_norm(hidden, self.final_norm, self.norm_epsilon)
-        return linear_cross_entropy(normed, self.head, batch.targets, IGNORED_TARGET)
+        return linear_cross_entropy(self._normed(hidden), self.head, batch.targets, IGNORED_TARGET)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden `[T, H]` -> logits `[T, V]`."""
-        return linear(rms_norm(hidden, self.final_norm, self.norm_epsilon), self.head)
+        return linear(self._normed(hidden), self.head)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return rms_norm(
+            hidden, self.final_norm, self.norm_epsilon, rounds_once=self.norm_rounds_once
+        )

@@ -3,7 +3,8 @@
     rstd = 1 / sqrt(mean(x^2) + eps)      y = weight * (x * rstd)      over the last dim, size H
 
 The trap: `x * rstd`, from the accumulation dtype, is rounded to x's dtype *before* it meets the
-weight, as in the released models; in bf16 a third of torch's outputs differ in the last bit.
+weight, as in most released models; in bf16 a third of torch's outputs differ in the last bit.
+GPT-OSS rounds the product alone (`rounds_once`).
 
 Plain autograd would keep three tensors of x's shape; kept here are x and rstd, one number per row.
 With `n = x * rstd` and `g = weight * dy`:
@@ -20,31 +21,35 @@ from torch.autograd.function import once_differentiable
 from pith_ops.device import accumulation_dtype
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor:
     """`x [..., H]` normalised, times `weight [H]`; x's shape and dtype."""
     if weight.shape != x.shape[-1:]:
         raise ValueError(
             f"rms_norm: weight has shape {list(weight.shape)}; it must be {[x.shape[-1]]} as in x"
         )
-    return _RmsNorm.apply(x, weight, eps)
+    return _RmsNorm.apply(x, weight, eps, rounds_once)
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False
+) -> Tensor:
     """The same by plain autograd; forward values are bit-equal."""
-    return _normalise(x, weight, eps)[0]
+    return _normalise(x, weight, eps, rounds_once)[0]
 
 
-def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _normalise(x: Tensor, weight: Tensor, eps: float, rounds_once: bool) -> tuple[Tensor, Tensor]:
     wide = x.to(accumulation_dtype(x.dtype))
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * (wide * rstd).to(x.dtype)).to(x.dtype), rstd
+    normalised = wide * rstd if rounds_once else (wide * rstd).to(x.dtype)
+    return (weight * normalised).to(x.dtype), rstd
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rstd = _normalise(x, weight, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, rounds_once: bool) -> Tensor:
+        y, rstd = _normalise(x, weight, eps, rounds_once)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.rounds_once = rounds_once
         return y
 
     @staticmethod
@@ -54,10 +59,10 @@ class _RmsNorm(torch.autograd.Function):
         grad_x = grad_weight = None
         normalised, grad = x.to(rstd.dtype) * rstd, grad.to(rstd.dtype)
         if ctx.needs_input_grad[1]:
-            rows = (grad * normalised.to(x.dtype)).flatten(0, -2)
-            grad_weight = rows.sum(0).to(weight.dtype)
+            met = normalised if ctx.rounds_once else normalised.to(x.dtype)
+            grad_weight = (grad * met).flatten(0, -2).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
             scaled = grad * weight
             mean = (scaled * normalised).mean(-1, keepdim=True)
             grad_x = ((scaled - normalised * mean) * rstd).to(x.dtype)
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None

@@ -19,6 +19,8 @@ from pith_apps.config import RunConfig
 from pith_apps.recipes.deepseek_v2_lite import deepseek_v2_lite, deepseek_v2_lite_tiny
 from pith_apps.recipes.deepseek_v3 import deepseek_v3, deepseek_v3_tiny
 from pith_apps.recipes.demo import demo
+from pith_apps.recipes.gpt_oss_20b import gpt_oss_20b, gpt_oss_20b_tiny
+from pith_apps.recipes.gpt_oss_120b import gpt_oss_120b, gpt_oss_120b_tiny
 from pith_apps.recipes.qwen3_8b import qwen3_8b, qwen3_8b_tiny
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
 from pith_apps.recipes.qwen3_235b_a22b import qwen3_235b_a22b, qwen3_235b_a22b_tiny
@@ -30,6 +32,8 @@ BUILT_IN_RECIPES = (
     *("qwen3-235b-a22b", "qwen3-235b-a22b-tiny"),
     *("deepseek-v2-lite", "deepseek-v2-lite-tiny"),
     *("deepseek-v3", "deepseek-v3-tiny"),
+    *("gpt-oss-20b", "gpt-oss-20b-tiny"),
+    *("gpt-oss-120b", "gpt-oss-120b-tiny"),
 )
 
 
@@ -63,6 +67,14 @@ def load_recipe(name: str) -> RunConfig:
             return deepseek_v3()
         case "deepseek-v3-tiny":
             return deepseek_v3_tiny()
+        case "gpt-oss-20b":
+            return gpt_oss_20b()
+        case "gpt-oss-20b-tiny":
+            return gpt_oss_20b_tiny()
+        case "gpt-oss-120b":
+            return gpt_oss_120b()
+        case "gpt-oss-120b-tiny":
+            return gpt_oss_120b_tiny()
     if name.endswith(".py"):
         return _recipe_of_file(Path(name))
     near = get_close_matches(name, BUILT_IN_RECIPES, n=1, cutoff=0.4)

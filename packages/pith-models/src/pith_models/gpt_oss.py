@@ -1,0 +1,325 @@
+"""GPT-OSS: configuration, layers and Hugging Face key map.
+
+Formulas (model card, arXiv 2508.10925, and the released code; x is `[T, H]`, n_* are RMS norms, all
+linear maps of a layer have biases):
+
+    attention   q, k = rope(Wq n(x) + bq), rope(Wk n(x) + bk),  v = Wv n(x) + bv
+                P = exp(q k' / sqrt(D)) / (exp(sink) + row sum), a learned sink per query head
+                h = x + Wo P v + bo;  a sliding layer sees the last `sliding_window` keys only
+    router      l = Wr n(h) + br in fp32; the K largest, softmax over these alone
+    experts     g, u = Wgate_e n(h) + bgate_e, Wup_e n(h) + bup_e, clamped: g <= c, -c <= u <= c
+                y = sum over K experts of p_e * (Wdown_e ((u + 1) * g * sigmoid(alpha g)) + bdown_e)
+    layer       h + y
+
+T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are stored as
+one tensor `[E, 2 * I, H]`, gate rows first; checkpoints see two (`parts`).
+The traps: files interleave the rows of gate and up and transpose every expert matrix, which no
+shape tells where H = I, as in the released models. Their YaRN does not round its range
+(`truncate`), their norms round once, and no scaling in a `config.json` means YaRN to transformers.
+"""
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from pith_engine.context_parallel import context_attention
+from pith_engine.contract import Batch, Role, Routing, declare
+from pith_engine.mesh import Axis
+from pith_engine.violations import size_violations
+from pith_ops.attention import AttentionBackend
+from pith_ops.device import accumulation_dtype
+from pith_ops.grouped_linear import Groups, grouped_linear
+from pith_ops.linear import linear
+from pith_ops.rms_norm import rms_norm
+from pith_ops.rope import Yarn, apply_rope, rope_frequencies, rope_table
+from pith_ops.routing import router_logits, topk_softmax
+from pith_ops.swiglu import clamped_swiglu
+from pith_ops.weight_grad import WeightGradQueue
+from torch import Tensor, nn
+
+from pith_models.hf import CanonicalTensor, FusedKey, Rows
+from pith_models.hf_config import HfConfigReader, head_violations, rope_hf_fields
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig:
+    """A GPT-OSS model, under Hugging Face's field names."""
+
+    vocab_size: int
+    """Rows of embedding and head; may exceed the tokenizer's vocabulary."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_hidden_layers: int
+    """Decoder layers, all of them sparse."""
+    num_attention_heads: int
+    """Query heads."""
+    num_key_value_heads: int
+    """Key and value heads; divides the query heads."""
+    head_dim: int
+    """Width of a head; even, independent of the hidden size."""
+    intermediate_size: int
+    """Width of one expert."""
+    num_experts: int
+    """Experts of a layer, over all ranks (`num_local_experts` in files)."""
+    num_experts_per_tok: int
+    """Top-k: experts that each token is sent to."""
+    sliding_window: int
+    """Keys that a query of a sliding layer sees, its own included."""
+    layer_types: tuple[str, ...] = ()
+    """`sliding_attention` or `full_attention` a layer; empty: even layers (from 0) slide."""
+    rope_theta: float = 150_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: Yarn | None = None
+    """YaRN, if any."""
+    rms_norm_eps: float = 1e-5
+    """Added to the mean square inside every norm."""
+    swiglu_limit: float = 7.0
+    """Bound of an expert's gate from above, and of its up projection on both sides."""
+    swiglu_alpha: float = 1.702
+    """Factor of the gate inside its sigmoid."""
+    initializer_range: float = 0.02
+    """Standard deviation of every initial matrix, sink and router bias; other biases are 0."""
+    max_position_embeddings: int = 131_072
+    """Longest sequence that the model is meant for."""
+    tie_word_embeddings: bool = False
+    """Whether the head is the embedding."""
+
+    def violations(self) -> list[str]:
+        """What is out of range or does not fit, a line each."""
+        faults = size_violations(self) + head_violations(self)
+        if self.num_experts_per_tok > self.num_experts:
+            faults.append(
+                f"model.num_experts_per_tok = {self.num_experts_per_tok}: must be at most "
+                f"num_experts = {self.num_experts}"
+            )
+        kinds = self.layer_types
+        if kinds and (len(kinds) != self.num_hidden_layers or set(kinds) - {_SLIDING, _FULL}):
+            faults.append(
+                f"model.layer_types = {kinds}: must be empty or {_SLIDING} or {_FULL} for each of "
+                f"num_hidden_layers = {self.num_hidden_layers}"
+            )
+        return faults
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a head's query and key, and as `value_dim` of its value."""
+        return self.head_dim
+
+    value_dim = query_dim
+
+    @property
+    def has_window(self) -> bool:
+        """Whether any layer attends within a sliding window."""
+        return any(map(self.is_sliding, range(self.num_hidden_layers)))
+
+    @property
+    def aligned_sizes(self) -> dict[str, int]:
+        """Sizes in grouped products, which GPUs want in multiples of 8."""
+        return {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer routes its tokens to experts: every one does."""
+        return True
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether the layer attends within the window."""
+        return self.layer_types[layer] == _SLIDING if self.layer_types else layer % 2 == 0
+
+    @staticmethod
+    def from_hf(hf_fields: dict) -> "GptOssConfig":
+        """Read the fields of a `config.json`; a ValueError names every fault."""
+        # Without either, transformers would take YaRN.
+        rope_key = "rope_parameters" if hf_fields.get("rope_parameters") else "rope_scaling"
+        original = (hf_fields.get(rope_key) or {}).get("original_max_position_embeddings")
+        context = {"initial_context_length": original} if original else {}
+        fixed, neutral = _FIXED_HF_FIELDS | context, ("initial_context_length",)
+        read = HfConfigReader(hf_fields, "GPT-OSS", fixed=fixed, neutral=neutral)
+        read.required(rope_key)
+        theta, scaling = read.rope()
+        values = {name: read.required(name) for name in _PLAIN_HF_FIELDS}
+        values["num_experts"] = read.required("num_local_experts", "num_experts")
+        values["num_experts_per_tok"] = read.required("num_experts_per_tok", "experts_per_token")
+        values |= {name: read.optional(name, v) for name, v in _OPTIONAL_HF_FIELDS.items()}
+        if isinstance(values["layer_types"], list):
+            values["layer_types"] = tuple(values["layer_types"])
+        read.raise_faults()
+        config = read.checked(GptOssConfig(**values, rope_theta=theta, rope_scaling=scaling))
+        derived = replace(config, layer_types=())
+        return derived if derived._kinds() == config._kinds() else config
+
+    def to_hf(self) -> dict:
+        """The fields of a `config.json`."""
+        own = asdict(self)
+        return {
+            "architectures": ["GptOssForCausalLM"],
+            **_FIXED_HF_FIELDS,
+            "num_local_experts": own.pop("num_experts"),
+            **own,
+            **rope_hf_fields(self.rope_theta, self.rope_scaling),
+            "layer_types": self._kinds(),
+        }
+
+    def _kinds(self) -> list[str]:
+        layers = range(self.num_hidden_layers)
+        return [_SLIDING if self.is_sliding(layer) else _FULL for layer in layers]
+
+
+class GptOssLayer(nn.Module):
+    """A `DecoderLayer` whose tokens go to K of the experts."""
+
+    def __init__(
+        self,
+        config: GptOssConfig,
+        layer: int,
+        num_local_experts: int,
+        backend: AttentionBackend,
+        cp: Axis,
+    ):
+        super().__init__()
+        self.config, self.num_local_experts = config, num_local_experts
+        self.backend, self.cp = backend, cp
+        self.window = config.sliding_window if config.is_sliding(layer) else None
+        H, D, std = config.hidden_size, config.head_dim, config.initializer_range
+        I, E, N = config.intermediate_size, num_local_experts, config.num_experts
+        heads, kv_width = config.num_attention_heads, config.num_key_value_heads * D
+        parts = ("experts_gate_proj", "experts_up_proj")
+        self.attention_norm = declare((H,), Role.NORM)
+        self.q_proj = declare((heads * D, H), Role.MATRIX, std=std)
+        self.q_bias = declare((heads * D,), Role.BIAS)
+        self.k_proj = declare((kv_width, H), Role.MATRIX, std=std)
+        self.k_bias = declare((kv_width,), Role.BIAS)
+        self.v_proj = declare((kv_width, H), Role.MATRIX, std=std)
+        self.v_bias = declare((kv_width,), Role.BIAS)
+        self.sinks = declare((heads,), Role.SINK, std=std)
+        self.o_proj = declare((H, heads * D), Role.MATRIX, std=std)
+        self.o_bias = declare((H,), Role.BIAS)
+        self.mlp_norm = declare((H,), Role.NORM)
+        self.router = declare((N, H), Role.ROUTER, std=std)
+        self.router_bias = declare((N,), Role.BIAS, std=std)
+        self.experts_gate_up = declare((E, 2 * I, H), Role.EXPERT_MATRIX, std=std, parts=parts)
+        self.experts_gate_bias = declare((E, I), Role.EXPERT_BIAS)
+        self.experts_up_bias = declare((E, I), Role.EXPERT_BIAS)
+        self.experts_down_proj = declare((E, H, I), Role.EXPERT_MATRIX, std=std)
+        self.experts_down_bias = declare((E, H), Role.EXPERT_BIAS)
+
+    def attention(
+        self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Routing]:
+        """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen` if given)."""
+        config, dtype, yarn = self.config, hidden.dtype, self.config.rope_scaling
+        D, eps = config.head_dim, config.rms_norm_eps
+        # 1. Normalise and project; the biases are fp32 and would make the sums so.
+        normed = rms_norm(hidden, self.attention_norm, eps, rounds_once=True)
+        heads = (normed.shape[0], -1, D)
+        query = linear(normed, self.q_proj, self.q_bias.to(dtype)).view(heads)
+        key = linear(normed, self.k_proj, self.k_bias.to(dtype)).view(heads)
+        value = linear(normed, self.v_proj, self.v_bias.to(dtype)).view(heads)
+        # 2. Rotate q and k by their positions.
+        wide, theta = accumulation_dtype(dtype), config.rope_theta
+        frequencies = rope_frequencies(D, theta, yarn=yarn, dtype=wide, device=hidden.device)
+        cos, sin = rope_table(batch.positions, frequencies, yarn.table_scale if yarn else 1.0)
+        query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+        # 3. Attend within each sequence, project back, add the residual.
+        out = context_attention(
+            *(query, key, value, batch, self.cp),
+            window=self.window,
+            sinks=self.sinks,
+            backend=self.backend,
+        )
+        residual = hidden + linear(out.flatten(1), self.o_proj, self.o_bias.to(dtype))
+        # 4. Choose the experts.
+        tokens = rms_norm(residual, self.mlp_norm, eps, rounds_once=True)
+        logits = router_logits(tokens, self.router, self.router_bias)
+        ids, weights, scores = topk_softmax(logits, config.num_experts_per_tok, chosen=chosen)
+        routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits)
+        return tokens, residual, routing
+
+    def experts(
+        self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
+    ) -> Tensor:
+        """Rows in expert order `[P, H]` -> unweighted expert outputs `[P, H]`."""
+        assert groups is not None, "a sparse layer's rows come in expert order"
+        limit, alpha = self.config.swiglu_limit, self.config.swiglu_alpha
+        bias = torch.cat([self.experts_gate_bias, self.experts_up_bias], 1)
+        gate_up = grouped_linear(tokens, self.experts_gate_up, groups, weight_grads, bias)
+        inner = clamped_swiglu(gate_up, limit=limit, alpha=alpha)
+        down, bias = self.experts_down_proj, self.experts_down_bias
+        return grouped_linear(inner, down, groups, weight_grads, bias)
+
+    def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
+        """Weighted expert sums and residual, both `[T, H]` -> hidden `[T, H]`."""
+        return residual + combined
+
+
+def gpt_oss_tensors(config: GptOssConfig) -> tuple[CanonicalTensor, ...]:
+    """Every tensor of the whole model, in order."""
+    V, H, D = config.vocab_size, config.hidden_size, config.head_dim
+    I, E, heads = config.intermediate_size, config.num_experts, config.num_attention_heads
+    Q, KV, tied = heads * D, config.num_key_value_heads * D, config.tie_word_embeddings
+    embedding, head = ("model.embed_tokens.weight",), ("lm_head.weight",)
+    tensors = [CanonicalTensor("embedding", (V, H), embedding, copies=head if tied else ())]
+    for layer in range(config.num_hidden_layers):
+        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+        plain: list[tuple[str, tuple[int, ...], str]] = [
+            ("attention_norm", (H,), "input_layernorm.weight"),
+            ("sinks", (heads,), "self_attn.sinks"),
+            ("mlp_norm", (H,), "post_attention_layernorm.weight"),
+            ("router", (E, H), "mlp.router.weight"),
+            ("router_bias", (E,), "mlp.router.bias"),
+        ]
+        for name, shape in {"q": (Q, H), "k": (KV, H), "v": (KV, H), "o": (H, Q)}.items():
+            plain.append((f"{name}_proj", shape, f"self_attn.{name}_proj.weight"))
+            plain.append((f"{name}_bias", shape[:1], f"self_attn.{name}_proj.bias"))
+        tensors += [
+            CanonicalTensor(ours + name, shape, (theirs + key,)) for name, shape, key in plain
+        ]
+        for name, key, rows, shape in (
+            ("gate", "gate_up_proj", Rows.EVEN, (E, I, H)),
+            ("up", "gate_up_proj", Rows.ODD, (E, I, H)),
+            ("down", "down_proj", Rows.ALL, (E, H, I)),
+        ):
+            stem, key = f"{ours}experts_{name}", f"{theirs}mlp.experts.{key}"
+            matrix, bias = FusedKey(key, rows, is_transposed=True), FusedKey(f"{key}_bias", rows)
+            tensors += [
+                CanonicalTensor(f"{stem}_proj", shape, (), True, fused=matrix),
+                CanonicalTensor(f"{stem}_bias", shape[:2], (), True, fused=bias),
+            ]
+    tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
+    if not tied:
+        tensors.append(CanonicalTensor("head", (V, H), head))
+    return tuple(tensors)
+
+
+def gpt_oss_layer_flops(config: GptOssConfig, layer: int, sequence_length: int) -> float:
+    """Forward operations of one layer per token, over the keys that a query sees on average."""
+    H, width = config.hidden_size, config.num_attention_heads * config.head_dim
+    kv_width = config.num_key_value_heads * config.head_dim
+    length = sequence_length
+    span = min(config.sliding_window, length) if config.is_sliding(layer) else length
+    # The first `span` queries see 1, 2, ... keys, the others `span` each.
+    keys = span - span * (span - 1) / 2 / length
+    projections = 2 * H * (2 * width + 2 * kv_width)
+    experts = config.num_experts_per_tok * 6 * H * config.intermediate_size
+    return projections + 2 * 2 * width * keys + experts + 2 * H * config.num_experts
+
+
+_OPTIONAL_HF_FIELDS: dict[str, Any] = {
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+    "tie_word_embeddings": False,
+    "layer_types": (),
+}
+_RESPELLED_HF_FIELDS = ("num_experts", "num_experts_per_tok", "rope_theta", "rope_scaling")
+_PLAIN_HF_FIELDS = [
+    field.name
+    for field in fields(GptOssConfig)
+    if field.name not in (*_RESPELLED_HF_FIELDS, *_OPTIONAL_HF_FIELDS)
+]
+_FIXED_HF_FIELDS = {
+    "model_type": "gpt_oss",
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+}
