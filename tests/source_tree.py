@@ -105,6 +105,7 @@ MEASURES_AND_PROOFS = (
     "pith_engine.simulate",
     "pith_apps.bench",
     "pith_apps.ate_bench",
+    "pith_apps.parity",
 )
 """Modules and packages that no training run can execute: nothing else imports them (a guard)."""
 
