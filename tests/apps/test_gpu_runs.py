@@ -9,20 +9,21 @@ import pytest
 import torch
 
 STEPS = 6
+RING_STEPS = 20
 NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs needed")
 
 
-def run_demo(folder, name, *options, gpus="0,1"):
+def run_demo(folder, name, *options, gpus="0,1", num_steps=STEPS):
     """Losses and gradient norms of a short run in its own processes."""
     command = [sys.executable, "-m", "pith_apps.cli", "pretrain", "demo", "--name", name]
-    command += ["--runs-folder", str(folder), "--train.steps", str(STEPS), *options]
+    command += ["--runs-folder", str(folder), "--train.steps", str(num_steps), *options]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     steps = [record for record in records if "loss" in record]
-    assert len(steps) == STEPS
+    assert len(steps) == num_steps
     return [(record["loss"], record["grad_norm"]) for record in steps]
 
 
@@ -32,11 +33,31 @@ def run_demo(folder, name, *options, gpus="0,1"):
 def test_a_ring_of_two_gpus_gives_the_losses_of_one(tmp_path, dtype, tolerance):
     options = ["--mesh.pp", "1", "--mesh.ep", "1", "--train.dtype", dtype]
     options += ["--balance.method", "none"]
-    one = run_demo(tmp_path, "one", *options, gpus="0")
-    for found, expected in zip(
-        run_demo(tmp_path, "cp2", *options, "--mesh.cp", "2"), one, strict=True
-    ):
+    one = run_demo(tmp_path, "one", *options, gpus="0", num_steps=RING_STEPS)
+    two = run_demo(tmp_path, "cp2", *options, "--mesh.cp", "2", num_steps=RING_STEPS)
+    for found, expected in zip(two, one, strict=True):
         assert found == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.gpus2
+@NEEDS_TWO
+@pytest.mark.parametrize(
+    ("recipe", "meshes", "variations"),
+    [
+        ("qwen3-30b-a3b-tiny", ("cp2", "ep2", "pp2", "dp2"), "packed,aux,recompute,muon"),
+        ("qwen3-30b-a3b-tiny", ("dp2", "hsdp-dp2"), "tied,muon,hsdp"),
+        ("deepseek-v2-lite-tiny", ("cp2", "ep2", "pp2"), "packed,aux,muon"),
+        ("gpt-oss-20b-tiny", ("cp2", "ep2", "pp2"), "packed,aux,muon"),
+        ("qwen3-8b-tiny", ("cp2", "pp2", "dp2"), "packed,tied,muon"),
+    ],
+)
+def test_meshes_of_two_gpus_pass_parity(tmp_path, recipe, meshes, variations):
+    """NCCL moves the rings, halos, shards, replicas and Muon's matrices of float64 runs."""
+    command = [sys.executable, "-m", "pith_apps.cli", "parity", recipe, "--train.device", "cuda"]
+    command += ["--with", variations, "--meshes", *meshes]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.stdout.rstrip().endswith("PASS"), done.stdout
 
 
 @pytest.mark.gpus2
