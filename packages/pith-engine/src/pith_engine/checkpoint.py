@@ -6,13 +6,13 @@ its blocks at their true offsets, so any mesh reads what any other wrote. To sav
 
     1. rank 0 deletes what killed saves left and makes an empty `step-00000100.tmp`
     2. every rank writes its blocks (rank 0 also `.metadata`) and hashes its files
-    3. rank 0 writes `manifest.json`, the last file: names, sizes, hashes, and the run's facts
+    3. rank 0 writes `manifest.json`: names, sizes, hashes, and the run's facts
     4. rank 0 renames the folder to `step-00000100`
 
-It is complete when the manifest is there and every listed file has its size; a load first compares
-hashes (1.3 s a GB, measured on one core). A rank's share of a part (gate and up are stored as one)
-is no DTensor placement, hence the planners. The trap: DCP does not check that a load covers every
-element, so `_read_blocks` does.
+It is complete when every file of the manifest has its size; a load first compares hashes (1.3 s a
+GB, measured on one core). A rank's share of a part (gate and up are stored as one) is no DTensor
+placement, hence the planners. The trap: DCP does not check that a load covers every element, so
+`_read_blocks` does.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds and where the run stood."""
+    """What a checkpoint holds."""
 
     step: int
     """Optimizer updates done."""
@@ -92,7 +92,7 @@ class StoredBlock:
     key: str
     """The tensor's name."""
     shape: tuple[int, ...]
-    """The tensor's shape."""
+    """The tensor's."""
     offsets: tuple[int, ...]
     """Where the block starts."""
     sizes: tuple[int, ...]
@@ -100,7 +100,7 @@ class StoredBlock:
     dtype: torch.dtype
     """The tensor's."""
     read: Callable[[], Tensor]
-    """Gives the block when it is written, so that one at a time is in memory."""
+    """Gives the block when it is written: one at a time is in memory."""
 
 
 def save_checkpoint(
@@ -113,8 +113,8 @@ def save_checkpoint(
 ) -> Path:
     """Save weights, moments and `run` (rank 0's) as `folder/step-<step>`, and return it.
 
-    All ranks call it; what was committed before survives any failure. A CheckpointException comes
-    on every rank, an OSError of the folder or the manifest on rank 0 alone.
+    All ranks call it; earlier checkpoints survive any failure. A CheckpointException comes on every
+    rank, an OSError of the folder or the manifest on rank 0 alone.
     """
     written = [p for p in parameters if p.replicas.rank == 0]  # replicas hold the same bits
     return _commit(folder, step, _blocks(written, optimizer), run, mesh, has_optimizer=True)
@@ -126,7 +126,7 @@ def write_checkpoint(folder: Path, step: int, blocks: Sequence[StoredBlock], run
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint, or None; warns about incomplete ones."""
+    """The newest complete one, or None; warns about incomplete ones."""
     for path in reversed(_folders(folder, _COMPLETE_NAME)):
         if (fault := checkpoint_fault(path)) is None:
             return path
@@ -135,7 +135,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def checkpoint_fault(path: Path) -> str | None:
-    """Why a checkpoint is not complete; None when it is."""
+    """Why a checkpoint is not complete, or None."""
     if not (path / MANIFEST_NAME).is_file():
         return f"no {MANIFEST_NAME}"
     try:
@@ -160,7 +160,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
-    """Compare all hashes; all ranks call it, ValueError on each if a file is gone or changed."""
+    """Compare all hashes, on all ranks; ValueError on each if a file is gone or changed."""
     if fault := checkpoint_fault(path):
         raise ValueError(f"checkpoint {path} is incomplete: {fault}")
     manifest = read_manifest(path)
@@ -169,8 +169,8 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
     changed = [name for part in gather_objects(changed, mesh.world) for name in part]
     if changed:
         raise ValueError(
-            f"checkpoint {path} is damaged, {', '.join(changed)} changed after saving: remove the "
-            "folder to go on from an older checkpoint"
+            f"checkpoint {path} is damaged, {', '.join(changed)} changed: remove the folder to go "
+            "on from an older one"
         )
     return manifest
 
@@ -178,9 +178,9 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
 def load_checkpoint(
     path: Path, parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None, mesh: Mesh
 ) -> Manifest:
-    """Load weights and, with an optimizer, moments and step count, saved on any mesh.
+    """Load weights and, with an optimizer, moments and step count, on all ranks of any mesh.
 
-    All ranks call it. ValueError for damage, no moments, or no tensor of a parameter's shape.
+    ValueError for damage, no moments, or no tensor of a parameter's shape.
     """
     manifest = verify_checkpoint(path, mesh)
     if optimizer is not None and not manifest.has_optimizer:
@@ -194,7 +194,7 @@ def load_checkpoint(
 
 
 def tensor_names(path: Path, prefix: str = "model.") -> list[str]:
-    """Sorted names, without the prefix, of the tensors that have it."""
+    """Sorted names of the tensors with this prefix, without it."""
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     return [key.removeprefix(prefix) for key in sorted(stored) if key.startswith(prefix)]
 
@@ -221,7 +221,7 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 def _read_blocks(
     reader: FileSystemReader, metadata: Metadata, blocks: Sequence[StoredBlock]
 ) -> None:
-    """Fill the tensors that `read()` gives, after checking all of them."""
+    """Check all blocks, then fill the tensors that `read()` gives."""
     items, faults = [], []
     for block in blocks:
         stored = metadata.state_dict_metadata.get(block.key)
@@ -290,7 +290,7 @@ def _commit(
         temporary.mkdir(parents=True)
     barrier(mesh.world)
     # 2. Every rank's blocks, in files that DCP calls `__<rank>_*`. It keeps a file's tensors until
-    # the file is closed; a file each lets those of an import, made as they are written, go.
+    # the file is closed: an import, which makes them as they are written, has a file each.
     writer = FileSystemWriter(temporary, single_file_per_rank=has_optimizer, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
@@ -374,7 +374,7 @@ def _write_durably(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, survive a power loss."""
+    """Make a file, or the names in a folder, survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

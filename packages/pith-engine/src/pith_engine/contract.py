@@ -1,12 +1,11 @@
 """What a model must offer to the engine, whichever model it is.
 
-A model is cut into chunks of decoder layers. What is particular to a model family is in the three
-methods of a `DecoderLayer` and those of its `ModelChunk`.
+What is particular to a model family is in the three methods of a `DecoderLayer` and those of its
+`ModelChunk`.
 
 The engine owns dispatch, combine and everything that touches a routing weight. A dense layer has no
 routing; its `experts` receives `groups=None` and the tokens as they are. Shared experts are
-computed inside `attention` and folded into `residual`. Parameters are declared with `declare`, and
-replaced by the units of `fsdp.py`.
+computed inside `attention` and folded into `residual`.
 
 T tokens of a micro-batch on this rank, H hidden size, K top-k, N router pool size, P (token,
 expert) pairs received by this rank, D documents.
@@ -59,8 +58,8 @@ class Role(Enum):
     @property
     def keeps_fp32(self) -> bool:
         """Whether the gathered copy stays in the master dtype."""
-        fp32_roles = (Role.ROUTER, Role.BIAS, Role.EXPERT_BIAS, Role.SINK, Role.BALANCE_BIAS)
-        return self in fp32_roles
+        roles = (Role.ROUTER, Role.BIAS, Role.EXPERT_BIAS, Role.SINK, Role.BALANCE_BIAS)
+        return self in roles
 
     @property
     def is_trained(self) -> bool:
@@ -69,7 +68,7 @@ class Role(Enum):
 
 
 class DeclaredParameter(nn.Parameter):
-    """A parameter on the meta device, until a unit replaces it.
+    """A parameter on the meta device, until a unit of `fsdp.py` replaces it.
 
     `std` is that of the initial normal values, None for a constant (1 for norms, else 0). `parts`
     names the canonical tensors of equal size stored one after the other along the last dim but one;
@@ -95,7 +94,7 @@ def declare(
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch on one rank: whole, or its part of every sequence (`shard_batch`)."""
+    """One micro-batch on one rank, or its part of every sequence (`shard_batch`)."""
 
     tokens: Tensor
     """`[T]` int64 token ids."""
@@ -114,10 +113,15 @@ class Batch:
         """Sequences in this micro-batch."""
         return self.tokens.numel() // self.sequence_length
 
+    @property
+    def counted(self) -> Tensor:
+        """`[T]` bool, where a loss is taken."""
+        return self.targets != IGNORED_TARGET
+
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a router decided for one micro-batch."""
+    """A router's decisions."""
 
     expert_ids: Tensor
     """`[T, K]` int32, -1 for "sent nowhere"."""
@@ -128,7 +132,7 @@ class Routing:
     chosen: Tensor
     """`[T, K]` int32 ids in the router's own pool; `expert_ids` where that is the experts."""
     logits: Tensor
-    """`[T, N]` what the scores were made from, differentiable."""
+    """`[T, N]` that the scores were made from, differentiable."""
 
 
 class DecoderLayer(Protocol):
@@ -187,7 +191,7 @@ class ModelChunk(nn.Module):
 
 
 def plain_layer(layer: DecoderLayer, hidden: Tensor, batch: Batch) -> tuple[Tensor, Routing | None]:
-    """Run one layer, which holds all experts, by autograd alone, as a reference of its dispatch."""
+    """One layer, with all experts, by autograd alone: a reference of its dispatch."""
     tokens, residual, routing = layer.attention(hidden, batch)
     if routing is None:
         return layer.aggregate(layer.experts(tokens, None, None), residual), None
@@ -204,7 +208,7 @@ def plain_layer(layer: DecoderLayer, hidden: Tensor, batch: Batch) -> tuple[Tens
 
 
 def plain_hidden(chunks: list[ModelChunk], batch: Batch) -> Iterator[tuple[Tensor, Routing | None]]:
-    """Yield `(hidden, routing)` after every layer of a whole model."""
+    """`(hidden, routing)` after every layer of a whole model."""
     hidden = chunks[0].embed(batch)
     for chunk in chunks:
         for layer in chunk.decoder_layers().values():

@@ -7,8 +7,8 @@ For a matrix w [R, C] with gradient g, momentum m and mu = `momentum`:
     w <- w - lr * wd * w - lr * 0.2 * sqrt(max(R, C)) * x               (arXiv 2502.16982, eq. 4)
 
 The scale gives x the RMS of AdamW's updates, so learning rate and decay carry over. x has the dtype
-that layers compute in (bf16 in torch.optim.Muon, the oracle). A matrix is a canonical one, every
-expert apart. Whole ones are updated where they are; one that is spread over an axis has an owner:
+that layers compute in (bf16 in torch.optim.Muon). A matrix is a canonical one, every expert apart.
+Whole ones are updated where they are; one that is spread over an axis has an owner:
 
     1. every rank: u of its pieces   --all-to-all-->   owners
     2. owners: x, of matrices of one shape together
@@ -41,23 +41,23 @@ SMALLEST_NORM = 1e-7
 UPDATE_RMS = 0.2
 """RMS of AdamW's updates in training (arXiv 2502.16982, section 2.2)."""
 CHUNK_ELEMENTS = 2**25
-"""Elements that a rank owns at a time: 64 MiB in bf16, enough to hide launches of kernels."""
+"""Elements that a rank owns at a time: 64 MiB in bf16, enough to hide launches."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Piece:
-    """This rank's part of one matrix, maybe empty, or a stack of whole ones."""
+    """This rank's part of a matrix, maybe empty, or a stack of whole ones."""
 
     shard: Tensor
     grad: Tensor
     momentum: Tensor
     shape: tuple[int, int]
-    """[R, C] of a whole matrix."""
+    """[R, C] of the whole."""
     places: list[tuple[tuple[int, ...], tuple[int, ...]]]
     """Offsets and shape of each rank's piece; empty for whole matrices."""
 
     def direction(self, mu: float) -> Tensor:
-        """u, once a step: it updates the momentum."""
+        """u; updates the momentum."""
         self.momentum.lerp_(self.grad, 1 - mu)
         return self.grad.lerp(self.momentum, mu)
 
@@ -124,7 +124,7 @@ class Muon:
             self._step_spread(axis, owned_by, lr)
 
     def _step_spread(self, axis: Axis, owned_by: list[list[_Piece]], lr: float) -> None:
-        """One chunk; each rank owns matrices of a shape in a row."""
+        """One chunk; an owner's matrices of a shape follow each other."""
         held = [piece for owned in owned_by for piece in owned]
         mine, ranks = owned_by[axis.rank], range(axis.size)
         sent_sizes = [sum(m.shard.numel() for m in owned) for owned in owned_by]

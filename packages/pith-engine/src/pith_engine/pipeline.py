@@ -7,8 +7,8 @@ For each slot of its row of the table, a rank
     3. runs the action: the operations of `overlap.py` for a forward, a backward, or both,
     4. keeps the results for the other chunk of this rank or for the next exchange.
 
-Only `hidden` and its gradient travel, `[T, H]` in the compute dtype, one shape for the whole run;
-every rank reads the micro-batches itself.
+Only `hidden` and its gradient travel, `[T, H]` in the compute dtype; every rank reads the
+micro-batches itself.
 
 The trap: a batched exchange is a meeting. `check_schedule` proves those of the table; send and
 receive nothing outside it.
@@ -43,12 +43,12 @@ from pith_engine.violations import raise_violations
 
 @dataclass(frozen=True, kw_only=True)
 class StepLosses:
-    """What one step measured over the whole mesh, equal on every rank."""
+    """What a step measured over the whole mesh, equal on every rank."""
 
     loss: float
     """Mean over the targets; 0 when there is none."""
     num_targets: int
-    """How many were counted."""
+    """How many they are."""
     balance: float = 0.0
     """Without coefficient, mean over layers: 1 is even, 0 is off."""
     z_loss: float = 0.0
@@ -93,8 +93,7 @@ class Pipeline:
             if layer.num_local_experts
         ]
         self.expert_counts: dict[int, Tensor] = {}
-        """MoE layer here -> `[N]` int64 choices in the latest step's global batch; empty at first.
-        The state of `global-batch` balancing."""
+        """MoE layer here -> `[N]` int64 choices in the latest global batch; empty at first."""
 
     def train_step(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
         """Forward and backward of this rank's micro-batches; gradients are added to `.grad`.
@@ -111,7 +110,7 @@ class Pipeline:
         return _Step(self, batches, scale).run(table[self.mesh.pp.rank], num_targets)
 
     def saved_counts(self) -> dict[str, list[int]]:
-        """`expert_counts` of the whole model, as JSON keeps them; all ranks of pp call it."""
+        """`expert_counts` of the whole model, for JSON; all ranks of pp call it."""
         own = {str(layer): counts.tolist() for layer, counts in self.expert_counts.items()}
         return {layer: c for part in gather_objects(own, self.mesh.pp) for layer, c in part.items()}
 
@@ -130,7 +129,7 @@ class Pipeline:
 
 
 class _Step:
-    """The state of one step."""
+    """One step."""
 
     def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], loss_scale: Tensor | None):
         self.pipeline, self.batches, self.loss_scale = pipeline, batches, loss_scale
@@ -184,14 +183,11 @@ class _Step:
             size = (self.batches[transfer.micro_batch].tokens.numel(), pipeline.hidden_size)
             hidden = torch.empty(size, dtype=pipeline.dtype, device=pipeline.device)
             arriving.append((hidden, transfer.peer))
-        started = exchange(
-            [(self.parcels.pop(t.output).contiguous(), t.peer) for t in sends],
-            arriving,
-            pipeline.mesh.pp,
-        )
+        leaving = [(self.parcels.pop(t.output).contiguous(), t.peer) for t in sends]
+        started = exchange(leaving, arriving, pipeline.mesh.pp)
         if receives:
             started.wait_receives()
-            # A rank's exchanges run one after the other, so the earlier ones are over by now.
+            # Exchanges run one after the other: the earlier ones are over.
             self._drop_sent()
         self.started.append(started)
         for transfer, (hidden, _) in zip(receives, arriving, strict=True):

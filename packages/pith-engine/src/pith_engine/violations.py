@@ -1,9 +1,8 @@
 """What is wrong with a configuration: lines, each beginning with the field's full path.
 
-A configuration of the engine or of a model has a method `violations() -> list[str]`
-(`optim.eps = -1.0: above 0 and finite`). A command collects those of the whole tree,
-`raise_violations` those of one part. The trap: a check inside `__post_init__` would end alone,
-before the tree exists.
+A configuration has a method `violations() -> list[str]` (`optim.eps = -1.0: above 0 and finite`).
+A command collects those of the whole tree. The trap: a check inside `__post_init__` would end
+alone, before the tree exists.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ def raise_violations(violations: Sequence[str], what: str) -> None:
 
 
 def size_violations(config: Any, *, may_be_zero: Sequence[str] = ()) -> list[str]:
-    """Integers below 1 and floats not above 0 and finite among a model's own fields."""
+    """Integers below 1 and floats not above 0 and finite in a model's own fields."""
     found = []
     for field in fields(config):
         value, least = getattr(config, field.name), 0 if field.name in may_be_zero else 1
