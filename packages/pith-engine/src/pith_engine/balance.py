@@ -1,4 +1,4 @@
-"""Load balancing of experts: auxiliary losses, the selection bias, the load that a run shows.
+"""Load balancing of experts: auxiliary losses, selection bias, the load that a run shows.
 
 For the N members of a router's pool, c_i how often counted tokens chose i, and s_ti the normalised
 score of token t,
@@ -83,7 +83,7 @@ def load_factors(
 ) -> Tensor | None:
     """f, `[B, N]` float64, from the `counts` of `count_choices`; None without an auxiliary loss.
 
-    `previous` `[N]` are the choices of the step before, None before the first.
+    `previous` `[N]`: the choices of the step before, None at the first.
     """
     match method:
         case "none" | "bias":
@@ -96,7 +96,7 @@ def load_factors(
 
 
 def balance_loss(routing: Routing, batch: Batch, factors: Tensor) -> Tensor:
-    """Sum over counted tokens and the pool of factor * score, in the scores' dtype."""
+    """Sum over counted tokens and the pool of f * score, in the scores' dtype."""
     num_rows, pool = factors.shape
     counted = routing.scores * batch.counted[:, None]
     score_sums = counted.view(num_rows, -1, pool).sum(1)
@@ -148,8 +148,8 @@ def update_balance_biases(
 def layer_loads(counts: Tensor) -> Tensor:
     """`[L, 3]` float64, how even the load is, from choices `[L, N]` of a whole step.
 
-    Columns: the largest over the mean; members that nobody chose; entropy of the shares over log N
-    (0 is one expert for all).
+    Columns: largest over mean; members that nobody chose; entropy of the shares over log N (0 is
+    one expert for all).
     """
     shares, pool = counts.double() / counts.sum(1, keepdim=True).clamp(min=1), counts.shape[1]
     entropies = shares[:, 0]  # a pool of one is even

@@ -76,11 +76,11 @@ class Manifest:
     step: int
     """Optimizer updates done."""
     has_optimizer: bool
-    """False for an imported checkpoint."""
+    """False for an import."""
     files: dict[str, FileRecord]
     """The other files by name."""
     run: dict[str, Any]
-    """JSON values: configuration, data position, tokens seen."""
+    """As JSON: configuration, data position, tokens seen."""
     versions: dict[str, str]
     """Of Python and torch."""
 
@@ -121,7 +121,7 @@ def save_checkpoint(
 
 
 def write_checkpoint(folder: Path, step: int, blocks: Sequence[StoredBlock], run: dict) -> Path:
-    """Save whole tensors, with keys `model.*`, from one process; for imports."""
+    """Save whole tensors, keys `model.*`, from one process: an import."""
     return _commit(folder, step, blocks, run, Mesh.single(), has_optimizer=False)
 
 
@@ -195,8 +195,8 @@ def load_checkpoint(
 
 def tensor_names(path: Path, prefix: str = "model.") -> list[str]:
     """Sorted names of the tensors with this prefix, without it."""
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    return [key.removeprefix(prefix) for key in sorted(stored) if key.startswith(prefix)]
+    keys = sorted(FileSystemReader(path).read_metadata().state_dict_metadata)
+    return [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
 
 
 def read_tensor(path: Path, key: str) -> Tensor:
@@ -212,8 +212,8 @@ def read_tensor(path: Path, key: str) -> Tensor:
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints, and nothing else."""
-    complete = [path for path in _folders(folder, _COMPLETE_NAME) if checkpoint_fault(path) is None]
+    """Delete all but the `keep` newest complete checkpoints."""
+    complete = [path for path in _folders(folder, _COMPLETE_NAME) if not checkpoint_fault(path)]
     for path in complete[: max(len(complete) - keep, 0)]:
         shutil.rmtree(_renamed_aside(path))
 
@@ -243,20 +243,19 @@ def _read_blocks(
 
 
 class _BlockSavePlanner(DefaultSavePlanner):
-    """Saves blocks at their offsets; DCP's state dict stays empty."""
+    """Saves blocks; DCP's state dict stays empty."""
 
     def __init__(self, blocks: Sequence[StoredBlock]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._blocks = {block.key: block for block in blocks if 0 not in block.sizes}
 
     def create_local_plan(self) -> SavePlan:
-        items = []
+        self.plan = SavePlan([])
         for key, block in self._blocks.items():
             properties = TensorProperties(dtype=block.dtype)
             data = TensorWriteData(_chunk(block), properties, torch.Size(block.shape))
             index = MetadataIndex(key, block.offsets)
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
+            self.plan.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -289,8 +288,8 @@ def _commit(
             shutil.rmtree(left)
         temporary.mkdir(parents=True)
     barrier(mesh.world)
-    # 2. Every rank's blocks, in files that DCP calls `__<rank>_*`. It keeps a file's tensors until
-    # the file is closed: an import, which makes them as they are written, has a file each.
+    # 2. In files that DCP calls `__<rank>_*`. It keeps a file's tensors until the file is closed:
+    # an import, which makes them as they are written, has a file each.
     writer = FileSystemWriter(temporary, single_file_per_rank=has_optimizer, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
@@ -326,12 +325,13 @@ def _commit(
 def _blocks(
     parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None
 ) -> list[StoredBlock]:
-    all_moments = {} if optimizer is None else optimizer.moments()
+    moments = {} if optimizer is None else optimizer.moments()
     found = []
     for parameter in parameters:
-        moments = all_moments.get(parameter.name, {})
-        named = {f"optimizer.{moment}": tensor for moment, tensor in moments.items()}
-        for prefix, tensor in {"model": parameter.shard, **named}.items():
+        tensors = {"model": parameter.shard}
+        for moment, tensor in moments.get(parameter.name, {}).items():
+            tensors[f"optimizer.{moment}"] = tensor
+        for prefix, tensor in tensors.items():
             for block in canonical_blocks(parameter, tensor):
                 key = f"{prefix}.{block.name}"
                 found.append(_stored_block(key, block.tensor, block.global_shape, block.offsets))

@@ -93,15 +93,14 @@ def context_attention(
     elif call.window is None:
         out = _Ring.apply(query, key, value, None, sinks, call)
     else:
-        parts = []
         # Before anything is sent: these refuse a bad window.
         visibilities = [
             call.visibility([span], [range(span.start - call.reach(span.start), span.stop)])
             for span in call.spans(cp.rank)
         ]
-        blocks = _Halo.apply(torch.cat([key, value], -1), call)
+        blocks, parts = _Halo.apply(torch.cat([key, value], -1), call), []
         for q, kv, seen in zip(query.split(call.block, 1), blocks, visibilities, strict=True):
-            k, v = kv[..., : q.shape[-1]], kv[..., q.shape[-1] :]
+            k, v = kv.split((key.shape[-1], value.shape[-1]), -1)
             parts.append(attention(q, k, v, sinks=sinks, visibility=seen, **call.settings)[0])
         out = torch.cat(parts, 1)
     return out.flatten(0, 1)
@@ -234,7 +233,7 @@ class _Ring(torch.autograd.Function):
         call: _Call = ctx.call
         dquery = torch.zeros_like(query, dtype=lse.dtype)
         dweight = lse.new_zeros(() if weight is None else weight.shape)
-        # Gradients of the keys at hand, from the ranks that had them before.
+        # Gradients of the keys at hand, from ranks that had them before.
         carried = [lse.new_zeros(x.shape) for x in (first, second)]
         hop, num_nope = exchange([], [], call.cp), query.shape[-1] - second.shape[-1]
         for source, (a, b) in _round([first, second], call.cp):

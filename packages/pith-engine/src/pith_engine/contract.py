@@ -7,11 +7,10 @@ The engine owns dispatch, combine and everything that touches a routing weight. 
 routing; its `experts` receives `groups=None` and the tokens as they are. Shared experts are
 computed inside `attention` and folded into `residual`.
 
-T tokens of a micro-batch on this rank, H hidden size, K top-k, N router pool size, P (token,
-expert) pairs received by this rank, D documents.
+On one rank: T tokens of a micro-batch, P (token, expert) pairs received, D documents; H hidden
+size, K top-k, N router pool size.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -25,7 +24,7 @@ IGNORED_TARGET = -100
 
 
 class Role(Enum):
-    """What a parameter is: fixes dtype, optimizer, decay, initial value and sharding."""
+    """What a parameter is: dtype, optimizer, decay, initial value and sharding follow."""
 
     MATRIX = "matrix"
     EXPERT_MATRIX = "expert matrix"
@@ -42,7 +41,7 @@ class Role(Enum):
 
     @property
     def is_expert(self) -> bool:
-        """Whether dim 0 counts experts and is sharded over the ep axis."""
+        """Whether dim 0 counts experts, sharded over ep."""
         return self in (Role.EXPERT_MATRIX, Role.EXPERT_BIAS)
 
     @property
@@ -52,7 +51,7 @@ class Role(Enum):
 
     @property
     def uses_muon(self) -> bool:
-        """Whether Muon may update it: linear maps between hidden states."""
+        """Whether it maps hidden states to hidden states, as Muon needs."""
         return self in (Role.MATRIX, Role.EXPERT_MATRIX)
 
     @property
@@ -63,7 +62,7 @@ class Role(Enum):
 
     @property
     def is_trained(self) -> bool:
-        """Whether the optimizer moves it; else its gradient stays zero."""
+        """Whether the optimizer moves it; else its gradient is zero."""
         return self is not Role.BALANCE_BIAS
 
 
@@ -85,7 +84,7 @@ def declare(
 ) -> DeclaredParameter:
     """Declare a parameter by its shape before data-parallel sharding; experts `[E / ep, ...]`.
 
-    A stored `[E, 2 * I, H]` may have parts `("gate_proj", "up_proj")`.
+    Stored `[E, 2 * I, H]` may have parts `("gate_proj", "up_proj")`.
     """
     parameter = DeclaredParameter(torch.empty(shape, device="meta"))
     parameter.role, parameter.std, parameter.parts = role, std, parts
@@ -105,7 +104,7 @@ class Batch:
     sequence_length: int
     """Tokens of a sequence on this rank; attention does not cross sequences."""
     documents: Tensor | None = None
-    """`[D + 1]` int32 offsets of packed documents in the `T * cp` tokens of the whole; None: one
+    """`[D + 1]` int32 offsets of packed documents in the `T * cp` tokens of the whole; None: a
     document a sequence."""
 
     @property
@@ -136,7 +135,7 @@ class Routing:
 
 
 class DecoderLayer(Protocol):
-    """All that the engine calls of a layer."""
+    """What the engine calls of a layer."""
 
     num_local_experts: int
     """Experts held on this rank; 0 for a dense layer."""
@@ -146,7 +145,7 @@ class DecoderLayer(Protocol):
     ) -> tuple[Tensor, Tensor, Routing | None]:
         """`[T, H]` -> tokens for the experts `[T, H]`, residual `[T, H]`, routing.
 
-        In a recomputation the router takes `chosen`, the `Routing.chosen` of the first run.
+        A recomputation routes to `chosen`, the `Routing.chosen` of the first run.
         """
         ...
 
@@ -162,7 +161,7 @@ class DecoderLayer(Protocol):
 
 
 class ModelChunk(nn.Module):
-    """Consecutive layers, keyed by global number, the embedding if first, the head if last."""
+    """Consecutive layers by global number, the embedding if first, the head if last."""
 
     layers: nn.ModuleDict
     is_first: bool
@@ -174,7 +173,7 @@ class ModelChunk(nn.Module):
         self.layers = nn.ModuleDict()
 
     def decoder_layers(self) -> dict[int, DecoderLayer]:
-        """Global number -> layer, in order, typed as the contract sees them."""
+        """Global number -> layer, in order, typed."""
         return {int(n): layer for n, layer in self.layers.items()}  # type: ignore[misc]
 
     def embed(self, batch: Batch) -> Tensor:
@@ -188,29 +187,3 @@ class ModelChunk(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Last chunk: hidden `[T, H]` -> logits `[T, V]`, for comparisons."""
         raise NotImplementedError
-
-
-def plain_layer(layer: DecoderLayer, hidden: Tensor, batch: Batch) -> tuple[Tensor, Routing | None]:
-    """One layer, with all experts, by autograd alone: a reference of its dispatch."""
-    tokens, residual, routing = layer.attention(hidden, batch)
-    if routing is None:
-        return layer.aggregate(layer.experts(tokens, None, None), residual), None
-    experts = range(layer.num_local_experts)
-    rows = [torch.where((routing.expert_ids == e).any(1))[0] for e in experts]
-    groups = Groups.from_sizes([len(r) for r in rows], tokens.device)
-    order = torch.cat(rows)
-    outputs = layer.experts(tokens[order], groups, None)
-    combined = torch.zeros_like(tokens, dtype=routing.weights.dtype)
-    for expert, (index, output) in enumerate(zip(rows, outputs.split(groups.sizes), strict=True)):
-        weight = (routing.weights * (routing.expert_ids == expert)).sum(1)[index]
-        combined = combined.index_add(0, index, output.to(weight.dtype) * weight[:, None])
-    return layer.aggregate(combined.to(tokens.dtype), residual), routing
-
-
-def plain_hidden(chunks: list[ModelChunk], batch: Batch) -> Iterator[tuple[Tensor, Routing | None]]:
-    """`(hidden, routing)` after every layer of a whole model."""
-    hidden = chunks[0].embed(batch)
-    for chunk in chunks:
-        for layer in chunk.decoder_layers().values():
-            hidden, routing = plain_layer(layer, hidden, batch)
-            yield hidden, routing

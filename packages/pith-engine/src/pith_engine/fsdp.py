@@ -1,11 +1,11 @@
-"""Fully sharded data parallelism: parameters in units that gather and reduce when they are told to.
+"""Fully sharded data parallelism: parameters in units that gather and reduce when told to.
 
-A unit (embedding, head with the final norm, each layer's dense part, each layer's experts) owns
+A unit (embedding, head with the final norm, a layer's dense part, a layer's experts) owns
 
     shards      master dtype: this rank's block of every parameter
     full        what layers read: compute dtype, or master dtype where the role says
     full_grads  master dtype: what autograd and deferred weight gradients add into
-    grads       master dtype: the reduced gradient of `shards`
+    grads       master dtype: the gradient of `shards`
 
     gather()    full <- all ranks' shards, full_grads <- 0
     reduce()    grads <- sum over ranks of full_grads, then over replicas (HSDP)
@@ -41,7 +41,7 @@ class ShardingConfig:
     replicate_dense: bool = False
     """Shard all but experts over cp x ep only."""
     replicate_experts: bool = False
-    """Shard experts, which ep has split, over cp only."""
+    """Shard experts over cp only."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,7 +100,7 @@ class Unit:
         device: torch.device,
         sharding: ShardingConfig = ShardingConfig(),
     ):
-        """`declared` by stored name; the master dtype is fp32, or float64 if `compute_dtype` is."""
+        """`declared` by stored name; the master dtype is fp32, or float64 as `compute_dtype`."""
         self.name = name
         master = torch.float64 if compute_dtype == torch.float64 else torch.float32
         is_expert = any(declaration.role.is_expert for declaration in declared.values())
@@ -184,7 +184,7 @@ class Unit:
 
 
 def shard_axes(mesh: Mesh, sharding: ShardingConfig, *, is_expert: bool) -> tuple[Axis, Axis]:
-    """The axes over which parameters are sharded and replicated."""
+    """Axes over which parameters are sharded and replicated."""
     if sharding.replicate_experts if is_expert else sharding.replicate_dense:
         return (mesh.cp if is_expert else mesh.dense_shards), mesh.dp
     none = Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
@@ -232,9 +232,9 @@ def sharded_parameters(units: list[Unit]) -> list[ShardedParameter]:
 
 
 def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[CanonicalBlock]:
-    """Cut a tensor shaped like the shard into canonical tensors.
+    """Cut a tensor shaped like the shard into blocks of canonical tensors, maybe empty.
 
-    A part is an equal share of the last dim but one; the block of one on other ranks is empty.
+    A part is an equal share of the last dim but one.
     """
     *prefix, last = parameter.name.split(".")
     parts, shape = parameter.parts or (last,), parameter.global_shape
@@ -269,7 +269,7 @@ def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[Canonical
 
 
 def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """A view of a block, maybe empty, of a whole tensor."""
+    """A view of a block, maybe empty."""
     for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
         whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
     return whole
@@ -313,7 +313,7 @@ class _Slot:
         return row[self.column :][: prod(self.block_shape)].view(self.block_shape)
 
     def views(self, buffer: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs that hold the same: of a full buffer, of `rows [ranks, from column on]`."""
+        """Equal parts of a full buffer and of `rows [ranks, from column on]`."""
         columns = rows[:, : self.width]
         if self.dim == 0:
             yield buffer[: columns.numel()].view(columns.shape), columns

@@ -1,4 +1,4 @@
-"""What stands between the backward and the optimizer: one token count, one norm, one check.
+"""What stands between backward and optimizer: one token count, one norm, one check.
 
     count_targets    N = non-ignored targets of the global batch, by which every loss is divided
     global_norm      sqrt(sum over all elements of all gradients of g^2), replicas counted once
@@ -69,7 +69,7 @@ class NanFinder(TorchFunctionMode):
     ) -> Any:
         """Run an operation and look at its result."""
         made = function(*args, **(kwargs or {}))
-        name = getattr(function, "__name__", "")
+        name = str(function.__name__)
         # Memory that is not written yet may hold anything.
         if "empty" not in name and _has_nan(made) and not _has_nan([args, kwargs]):
             raise FloatingPointError(f"{name} makes a NaN of operands without one")

@@ -37,7 +37,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """The quintic's coefficients (Jordan)."""
 NUM_ITERATIONS = 5
 SMALLEST_NORM = 1e-7
-"""Least divisor of u (Jordan); zero stays zero."""
+"""Least divisor of u (Jordan)."""
 UPDATE_RMS = 0.2
 """RMS of AdamW's updates in training (arXiv 2502.16982, section 2.2)."""
 CHUNK_ELEMENTS = 2**25
@@ -67,7 +67,7 @@ class _Piece:
 
 
 class Muon:
-    """Muon where `Role.uses_muon`, AdamW for the others, on one rank."""
+    """Muon where `Role.uses_muon`, AdamW for the others."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Muon:
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Newton-Schulz on each matrix of `[n, R, C]`: singular values become about 0.7 to 1.2."""
+    """Newton-Schulz on each of `[n, R, C]`: singular values become about 0.7 to 1.2."""
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
@@ -180,7 +180,7 @@ def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _pieces(parameter: ShardedParameter, momentum: Tensor, chunk_elements: int) -> Iterator[_Piece]:
-    """Stacks of whole matrices, cut to `chunk_elements`, and pieces of spread ones."""
+    """Stacks of whole matrices, up to `chunk_elements`, and pieces of spread ones."""
     assert parameter.shard.dim() in (2, 3), f"{parameter.name}: a matrix or a stack of matrices"
     tensors = parameter.shard, parameter.grad, momentum
     mine = zip(*(canonical_blocks(parameter, tensor) for tensor in tensors), strict=True)

@@ -16,8 +16,8 @@ Iteration i of a list enqueues, with l = i and j = num_backward_layers - 1 - i:
     9. F EXPERTS l       waits for 6
 
 1 stands before 2: behind the many launches of a segment it would start late and run exposed. 4 ends
-with the host reading counts, and 5 is what the device does meanwhile. All ranks of an ep axis run
-one list, so collectives meet in one order.
+with the host reading counts, while the device does 5. All ranks of an ep axis run one list, so
+collectives meet in one order.
 
 The trap is memory: what the host drops goes back to the pool of the stream it was made on, which
 may hand it out again before another stream has read it. So a value is freed only where every later
@@ -81,9 +81,9 @@ class Operation:
     stream: Stream
     """Where it runs."""
     waits: tuple[int, ...]
-    """Earlier positions, on other streams, that must be complete."""
+    """Earlier positions, on other streams, to wait for."""
     frees: tuple[Value, ...]
-    """Outputs that the host drops once it is enqueued."""
+    """Outputs that the host then drops."""
 
     @property
     def value(self) -> Value:
@@ -144,7 +144,7 @@ def interleave(
             if stream_of(order[reader]) is not stream_of(value):
                 waits[reader].append(place)
         # Dropped by the first compute that is ordered after every use: a reader on the compute
-        # stream itself, or the compute that waits for a reader on another stream.
+        # stream, or what waits for a reader on another stream.
         after = [
             r if stream_of(order[r]) is Stream.COMPUTE else users[order[r]][0] for r in readers
         ]

@@ -86,27 +86,22 @@ class Pipeline:
         self.chunks = {mesh.pp.rank: chunks[0], 2 * mesh.pp.size - 1 - mesh.pp.rank: chunks[1]}
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self.streams = Streams(device)
-        self.moe_layers = [
-            number
-            for chunk in chunks
-            for number, layer in chunk.decoder_layers().items()
-            if layer.num_local_experts
-        ]
+        layers = [item for chunk in chunks for item in chunk.decoder_layers().items()]
+        self.moe_layers = [number for number, layer in layers if layer.num_local_experts]
         self.expert_counts: dict[int, Tensor] = {}
         """MoE layer here -> `[N]` int64 choices in the latest global batch; empty at first."""
 
     def train_step(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
         """Forward and backward of this rank's micro-batches; gradients are added to `.grad`.
 
-        At least `2 * pp` (else a ValueError), of equal token counts. `num_targets` are the
-        non-ignored targets of the global batch; with 0 nothing is run.
+        At least `2 * pp` (else a ValueError), of equal token counts. `num_targets` is
+        `count_targets` of the step; with 0 nothing is run.
         """
         table = dualpipev(self.mesh.pp.size, len(batches))
         if num_targets == 0:
             return StepLosses(loss=0.0, num_targets=0)
-        scale = torch.tensor(
-            1.0 / num_targets, dtype=accumulation_dtype(self.dtype), device=self.device
-        )
+        dtype = accumulation_dtype(self.dtype)
+        scale = torch.tensor(1.0 / num_targets, dtype=dtype, device=self.device)
         return _Step(self, batches, scale).run(table[self.mesh.pp.rank], num_targets)
 
     def saved_counts(self) -> dict[str, list[int]]:
@@ -159,7 +154,7 @@ class _Step:
         totals = all_reduce(torch.cat([*counts, empty]), mesh.data)
         if self.loss_scale is not None:
             self.pipeline.expert_counts = dict(zip(self.pipeline.moe_layers, totals, strict=True))
-        # Equal on all ranks of `data`: one of them adds its layers, and its worst in a place of pp.
+        # Equal on all ranks of `data`: one adds its layers, and its worst in a place of pp.
         loads = layer_loads(totals)
         own = torch.cat([loads[:, 1:], torch.ones_like(loads[:, :1])], dim=1).sum(0)
         worst = loads.new_zeros(mesh.pp.size)

@@ -60,7 +60,7 @@ def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
             init_method="env://",
         )
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        # Steps that share a node must not meet, and outgoing connections use ports from 32768.
+        # Steps that share a node must not meet; outgoing connections use ports from 32768.
         step = 16 * int(environ["SLURM_JOB_ID"]) + int(environ.get("SLURM_STEP_ID", "0"))
         port = 20000 + step % 12000
         # The first host of a compressed list: `node[003-005,007],login` -> `node003`.
@@ -80,7 +80,7 @@ def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
 
 
 def local_gpus(launch: LaunchInfo) -> int:
-    """GPUs for the processes of this machine: those seen, or one each if each sees its own."""
+    """GPUs for this machine's processes: those seen, or one each if each sees its own."""
     seen = torch.cuda.device_count()
     return launch.ranks_per_node if launch.has_own_gpu and seen == 1 else seen
 
@@ -119,7 +119,7 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
     """Use every communicator once as a step does.
 
     NCCL connects two ranks at their first transfer in each direction, and the host blocks until
-    both ask for it: a deadlock in a step, where one may first wait for another transfer.
+    both ask for it: a deadlock where one first waits for another transfer, as in a step.
     """
     axes = (mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.ep_backward, mesh.data, mesh.expert_data)
     for axis in (*axes, mesh.dense_shards, mesh.world):
@@ -213,7 +213,7 @@ def all_to_all(
     input_sizes: list[int],
     axis: Axis,
 ) -> None:
-    """Send and receive consecutive blocks of rows, whose sizes may be 0; `output` is contiguous."""
+    """Exchange consecutive blocks of rows, sizes from 0; `output` is contiguous."""
     if axis.size == 1:
         output.copy_(input)
     else:
@@ -222,7 +222,7 @@ def all_to_all(
 
 
 class Exchange:
-    """Transfers under way, and their tensors until they are waited for."""
+    """Transfers under way and their tensors."""
 
     def __init__(
         self, receives: list[distributed.Work], sends: list[distributed.Work], tensors: list[Tensor]
@@ -246,7 +246,7 @@ class Exchange:
 def exchange(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis
 ) -> Exchange:
-    """Start transfers `(contiguous tensor, axis rank)` as a batch that no order of ranks blocks."""
+    """Start transfers `(contiguous tensor, axis rank)` as one batch, in which no order blocks."""
     ops = [
         distributed.P2POp(operation, tensor, axis.ranks[rank], _group(axis))
         for operation, transfers in ((distributed.irecv, receives), (distributed.isend, sends))

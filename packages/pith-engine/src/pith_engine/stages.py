@@ -72,19 +72,18 @@ class Streams:
     """The CUDA streams of `Stream`; on a CPU everything runs in program order."""
 
     def __init__(self, device: torch.device):
-        self._device = device if device.type == "cuda" else None
-        self._comm: dict[Stream, torch.cuda.Stream] = {}
-        if self._device is not None:
+        self._device, self._comm = device, {}
+        if device.type == "cuda":
             # Communication kernels are short and on the critical path.
             for stream in (Stream.FORWARD_COMM, Stream.BACKWARD_COMM):
-                self._comm[stream] = torch.cuda.Stream(self._device, priority=-1)
+                self._comm[stream] = torch.cuda.Stream(device, priority=-1)
 
     @contextmanager
     def launch(
         self, stream: Stream, waits: list[torch.cuda.Event], done: list[torch.cuda.Event]
     ) -> Generator[None]:
         """Run the body on `stream` after the events `waits`; append its event to `done`."""
-        if self._device is None:
+        if self._device.type != "cuda":
             yield
             return
         cuda_stream = self._comm.get(stream, torch.cuda.current_stream(self._device))
@@ -99,7 +98,7 @@ class Streams:
 
 @dataclass(eq=False)
 class ChunkPass:
-    """One micro-batch in one chunk: its graphs and what it found."""
+    """One micro-batch in one chunk."""
 
     chunk: ModelChunk
     batch: Batch
@@ -111,7 +110,7 @@ class ChunkPass:
     """The chunk's input `[T, H]`; None for the first chunk."""
     balance: BalanceConfig
     loss_scale: Tensor | None
-    """The scalar 1 / (global target count); None for evaluation, which keeps no graph."""
+    """1 / (global target count); None for evaluation, which keeps no graph."""
     recompute: Recompute = "none"
     previous_counts: Mapping[int, Tensor] = field(default_factory=dict)
     """As in `Pipeline.expert_counts`."""
@@ -227,7 +226,7 @@ class ChunkPass:
         return (grads[0] if route is None else pack_tokens(grads[0], route),)
 
     def backward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Input gradients of the experts; their weight gradients go to `weight_grads`."""
+        """Input gradients of the experts; weight gradients go to `weight_grads`."""
         leaf, root, arrival = self.expert_calls.pop(index)
         if arrival is None:
             torch.autograd.backward([root], [received[0]])
@@ -256,7 +255,7 @@ class ChunkPass:
         return leaves[0] if leaves else self.chunk.embed(self.batch)
 
     def _run_segment(self, index: int, segment: Segment) -> tuple[Tensor, Tensor, Routing | None]:
-        """From leaves to roots, balance excepted: tokens, residual, routing."""
+        """From leaves to all roots but balance: tokens, residual, routing."""
         hidden = self._enter(index, segment.leaves)
         found = self.layers[index].attention(hidden, self.batch, segment.chosen)
         tokens, residual, routing = found
@@ -333,6 +332,6 @@ def _edge(root: Tensor) -> GradientEdge | None:
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    """The gradient that reached a leaf; zeros when nothing depends on it."""
+    """What reached a leaf; zeros when nothing depends on it."""
     gradient, leaf.grad = leaf.grad, None
     return torch.zeros_like(leaf) if gradient is None else gradient
