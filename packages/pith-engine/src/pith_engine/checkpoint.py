@@ -169,8 +169,8 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
     changed = [name for part in gather_objects(changed, mesh.world) for name in part]
     if changed:
         raise ValueError(
-            f"checkpoint {path} is damaged, {', '.join(changed)} changed: remove the folder to go "
-            "on from an older one"
+            f"checkpoint {path} is damaged, {', '.join(changed)} changed after saving: remove the "
+            "folder to go on from an older one"
         )
     return manifest
 
@@ -224,17 +224,17 @@ def _read_blocks(
     """Check all blocks, then fill the tensors that `read()` gives."""
     items, faults = [], []
     for block in blocks:
-        stored = metadata.state_dict_metadata.get(block.key)
+        key, stored = block.key, metadata.state_dict_metadata.get(block.key)
         if not isinstance(stored, TensorStorageMetadata):
-            faults.append(f"{block.key}: missing")
+            faults.append(f"{key}: missing")
         elif tuple(stored.size) != block.shape:
-            faults.append(f"{block.key}: shape {tuple(stored.size)}, expected {block.shape}")
+            faults.append(f"{key}: shape {tuple(stored.size)}, expected {block.shape}")
         elif 0 not in block.sizes:
-            reads = create_read_items_for_chunk_list(block.key, stored, [_chunk(block)])
+            reads = create_read_items_for_chunk_list(key, stored, [_chunk(block)])
             # Saved chunks do not overlap: equal counts mean that every element is covered.
             covered, wanted = sum(read.lengths.numel() for read in reads), prod(block.sizes)
             if covered != wanted:
-                faults.append(f"{block.key}: {covered} of {wanted} elements were saved")
+                faults.append(f"{key}: {covered} of {wanted} elements were saved")
             items += reads
     if faults:
         raise ValueError(f"checkpoint {reader.path} does not fit this model: " + "; ".join(faults))

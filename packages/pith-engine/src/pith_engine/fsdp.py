@@ -24,6 +24,7 @@ from itertools import groupby
 from math import prod
 
 import torch
+from pith_ops.device import accumulation_dtype
 from torch import Tensor, nn
 
 from pith_engine.contract import DeclaredParameter, ModelChunk, Role
@@ -100,9 +101,9 @@ class Unit:
         device: torch.device,
         sharding: ShardingConfig = ShardingConfig(),
     ):
-        """`declared` by stored name; the master dtype is fp32, or float64 as `compute_dtype`."""
+        """`declared` by stored name; the master dtype is `accumulation_dtype`."""
         self.name = name
-        master = torch.float64 if compute_dtype == torch.float64 else torch.float32
+        master = accumulation_dtype(compute_dtype)
         is_expert = any(declaration.role.is_expert for declaration in declared.values())
         self._axis, self._replicas = shard_axes(mesh, sharding, is_expert=is_expert)
         order = sorted(declared.items(), key=lambda item: item[1].role.keeps_fp32)  # by dtype

@@ -24,6 +24,7 @@ from itertools import groupby
 from math import prod, sqrt
 
 import torch
+from pith_ops.device import accumulation_dtype
 from torch import Tensor
 
 from pith_engine.fsdp import ShardedParameter, blocks_of_rank, canonical_blocks, cut_block
@@ -164,8 +165,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
     # Not `vector_norm`, which is inexact on a CPU (see `global_norm`).
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norm = x.square().sum((-2, -1), keepdim=True, dtype=wide).sqrt()
+    norm = x.square().sum((-2, -1), keepdim=True, dtype=accumulation_dtype(x.dtype)).sqrt()
     x = x / norm.clamp(min=SMALLEST_NORM).to(x.dtype)
     for _ in range(NUM_ITERATIONS):
         s = x @ x.mT

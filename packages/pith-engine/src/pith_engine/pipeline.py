@@ -194,7 +194,8 @@ class _Step:
         self.started.clear()
 
     def _act(self, action: Action) -> None:
-        forward = backward = None
+        forward: ChunkPass | None = None
+        backward: ChunkPass | None = None
         for part in action.parts:
             place = (part.chunk, part.micro_batch)
             match part.kind:
@@ -205,28 +206,7 @@ class _Step:
                     return
                 case _:
                     backward = self.passes.pop(place)
-        self._compute(forward, backward, action.kind is ActionKind.BACKWARD_INPUT)
-
-    def _open(self, chunk: int, micro_batch: int) -> ChunkPass:
-        pipeline, place = self.pipeline, (chunk, micro_batch)
-        opened = ChunkPass(
-            pipeline.chunks[chunk],
-            self.batches[micro_batch],
-            pipeline.mesh,
-            place=place,
-            hidden=self.parcels.pop((TransferKind.HIDDEN, *place)) if chunk > 0 else None,
-            balance=pipeline.balance,
-            loss_scale=self.loss_scale,
-            recompute=pipeline.recompute,
-            previous_counts=pipeline.expert_counts,
-        )
-        if self.loss_scale is not None:
-            self.passes[place] = opened
-        return opened
-
-    def _compute(
-        self, forward: ChunkPass | None, backward: ChunkPass | None, defer_weights: bool
-    ) -> None:
+        defer_weights = action.kind is ActionKind.BACKWARD_INPUT
         if backward is not None and not backward.chunk.is_last:
             backward.output_grad = self.parcels.pop((TransferKind.GRADIENT, *backward.place))
         operations = interleave(
@@ -251,3 +231,20 @@ class _Step:
                 self.parcels[TransferKind.GRADIENT, chunk - 1, micro_batch] = backward.input_grad
             if defer_weights:
                 self.deferred[backward.place] = backward.weight_grads
+
+    def _open(self, chunk: int, micro_batch: int) -> ChunkPass:
+        pipeline, place = self.pipeline, (chunk, micro_batch)
+        opened = ChunkPass(
+            pipeline.chunks[chunk],
+            self.batches[micro_batch],
+            pipeline.mesh,
+            place=place,
+            hidden=self.parcels.pop((TransferKind.HIDDEN, *place)) if chunk > 0 else None,
+            balance=pipeline.balance,
+            loss_scale=self.loss_scale,
+            recompute=pipeline.recompute,
+            previous_counts=pipeline.expert_counts,
+        )
+        if self.loss_scale is not None:
+            self.passes[place] = opened
+        return opened

@@ -154,12 +154,12 @@ class ChunkPass:
             num_experts = self.layers[index].num_local_experts
             route = segment.route = route_tokens(routing, num_experts, self.mesh.ep)
             # After the host has waited for the counts, not before.
-            counts = count_choices(routing, self.batch, self.balance.method)
+            method = self.balance.method
+            counts = count_choices(routing, self.batch, method)
             self.expert_counts.append(counts.sum(0))
             if self.loss_scale is not None:
                 previous = self.previous_counts.get(self.layer_numbers[index])
-                method, cp = self.balance.method, self.mesh.cp
-                segment.factors = load_factors(method, counts, previous, cp)
+                segment.factors = load_factors(method, counts, previous, self.mesh.cp)
                 self.auxiliary_sums += self._add_balance(segment, routing)
         return pack_tokens(tokens, route), pack_metadata(routing, route)
 
