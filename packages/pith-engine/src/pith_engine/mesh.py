@@ -136,11 +136,10 @@ class Mesh:
                 f"mesh {config.label} needs {config.world_size} processes, {running} are running"
             )
         groups = {}
-        for name in _MEMBERS:
-            for rank in range(config.world_size):
-                key = name == "ep_backward", _ranks_of(name, config, rank)
-                if len(key[1]) > 1 and key not in groups:
-                    groups[key] = distributed.new_group(list(key[1]), timeout=timeout)
+        for name, rank in product(_MEMBERS, range(config.world_size)):
+            key = name == "ep_backward", _ranks_of(name, config, rank)
+            if len(key[1]) > 1 and key not in groups:
+                groups[key] = distributed.new_group(list(key[1]), timeout=timeout)
         rank = distributed.get_rank()
         if rank >= config.world_size:
             return None

@@ -37,6 +37,14 @@ Recompute = Literal["none", "experts", "attention+experts"]
 """Which stages keep only their inputs, and run again before their backward."""
 
 
+class Stream(Enum):
+    """Where operations run, in the order of the list."""
+
+    COMPUTE = "compute"
+    FORWARD_COMM = "forward communication"
+    BACKWARD_COMM = "backward communication"
+
+
 class OperationKind(Enum):
     """What an operation does, in the order of an iteration."""
 
@@ -57,13 +65,12 @@ class OperationKind(Enum):
         """Whether it belongs to the micro-batch that runs forward."""
         return self.value.startswith("forward")
 
-
-class Stream(Enum):
-    """Where operations run, in the order of the list."""
-
-    COMPUTE = "compute"
-    FORWARD_COMM = "forward communication"
-    BACKWARD_COMM = "backward communication"
+    @property
+    def stream(self) -> Stream:
+        """Where it runs."""
+        if not self.value.endswith(("combine", "dispatch")):
+            return Stream.COMPUTE
+        return Stream.FORWARD_COMM if self.is_forward else Stream.BACKWARD_COMM
 
 
 Value = tuple[OperationKind, int]
@@ -137,24 +144,23 @@ def interleave(
     """
     order = host_order(num_forward_layers, num_backward_layers, defer_weights, recompute)
     users = output_users(order)
+    streams = [kind.stream for kind, _ in order]
     waits: list[list[int]] = [[] for _ in order]
     frees: list[list[Value]] = [[] for _ in order]
     for place, (value, readers) in enumerate(users.items()):
         for reader in readers:
-            if stream_of(order[reader]) is not stream_of(value):
+            if streams[reader] is not streams[place]:
                 waits[reader].append(place)
         # Dropped by the first compute that is ordered after every use: a reader on the compute
         # stream, or what waits for a reader on another stream.
-        after = [
-            r if stream_of(order[r]) is Stream.COMPUTE else users[order[r]][0] for r in readers
-        ]
+        after = [r if streams[r] is Stream.COMPUTE else users[order[r]][0] for r in readers]
         if readers:
             frees[max(after)].append(value)
     return tuple(
         Operation(
             kind=value[0],
             index=value[1],
-            stream=stream_of(value),
+            stream=streams[place],
             waits=tuple(waits[place]),
             frees=tuple(frees[place]),
         )
@@ -192,14 +198,3 @@ def output_users(order: list[Value]) -> dict[Value, list[int]]:
             if (source, index + offset) in users:
                 users[source, index + offset].append(place)
     return users
-
-
-def stream_of(value: Value) -> Stream:
-    """Where the operation that makes an output runs."""
-    match value[0]:
-        case OperationKind.FORWARD_DISPATCH | OperationKind.FORWARD_COMBINE:
-            return Stream.FORWARD_COMM
-        case OperationKind.BACKWARD_DISPATCH | OperationKind.BACKWARD_COMBINE:
-            return Stream.BACKWARD_COMM
-        case _:
-            return Stream.COMPUTE

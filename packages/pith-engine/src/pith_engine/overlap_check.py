@@ -8,7 +8,6 @@ from pith_engine.overlap import (
     Value,
     host_order,
     output_users,
-    stream_of,
 )
 
 
@@ -27,8 +26,8 @@ def check_operations(
     if wrong:
         raise ValueError(f"missing, repeated or foreign operations: {sorted(wrong)}")
     for operation, value in zip(operations, values, strict=True):
-        if operation.stream is not stream_of(value):
-            raise ValueError(f"{_name(value)} must run on the {stream_of(value).value} stream")
+        if operation.stream is not value[0].stream:
+            raise ValueError(f"{_name(value)} must run on the {value[0].stream.value} stream")
     before = _before(operations)
     users = output_users(values)
     for place, (value, readers) in enumerate(users.items()):
@@ -74,7 +73,7 @@ def _check_frees(
     for value, place, uses in drops:
         if place < max(uses):
             raise ValueError(f"{_name(value)} is freed at position {place}, before its last use")
-        stream, after = stream_of(value), range(place + 1, len(operations))
+        stream, after = value[0].stream, range(place + 1, len(operations))
         later = next((p for p in after if operations[p].stream is stream), None)
         for use in uses:
             if later is not None and use not in before[later]:

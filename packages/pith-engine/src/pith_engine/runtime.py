@@ -246,7 +246,7 @@ class Exchange:
 def exchange(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis
 ) -> Exchange:
-    """Start transfers `(contiguous tensor, axis rank)` as one batch, in which no order blocks."""
+    """Start transfers `(contiguous tensor, axis rank)` as a batch that no order of ranks blocks."""
     ops = [
         distributed.P2POp(operation, tensor, axis.ranks[rank], _group(axis))
         for operation, transfers in ((distributed.irecv, receives), (distributed.isend, sends))
