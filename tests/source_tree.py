@@ -101,6 +101,8 @@ def code_lines(source: SourceFile) -> int:
 
 MEASURES_AND_PROOFS = (
     "pith_ops.bench",
+    "pith_engine.overlap_check",
+    "pith_engine.plain",
     "pith_engine.schedule_check",
     "pith_engine.simulate",
     "pith_apps.bench",

@@ -20,10 +20,11 @@ from pith_engine.checkpoint import (
     save_checkpoint,
     tensor_names,
 )
-from pith_engine.contract import Batch, Role, plain_hidden
+from pith_engine.contract import Batch, Role
 from pith_engine.fsdp import sharded_parameters
 from pith_engine.mesh import Mesh
 from pith_engine.optim import AdamW, OptimizerConfig
+from pith_engine.plain import plain_hidden
 from pith_models.build import ModelConfig, model_config_from_hf
 from pith_models.hf import read_hf_config
 from safetensors.torch import save_file

@@ -14,8 +14,9 @@ from pith_apps.corpus import tokenize_files, train_tokenizer
 from pith_apps.evaluate import held_out_loss
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b_tiny
 from pith_apps.trainer import build_trainer, check_same_corpora
-from pith_engine.contract import Batch, plain_hidden
+from pith_engine.contract import Batch
 from pith_engine.mesh import Mesh, MeshConfig
+from pith_engine.plain import plain_hidden
 from torch.nn.functional import cross_entropy
 
 SEQUENCE, SEQUENCES = 24, 11

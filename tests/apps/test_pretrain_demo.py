@@ -14,8 +14,9 @@ from pith_apps.recipes.demo import demo
 from pith_apps.run_log import read_metrics
 from pith_apps.trainer import build_trainer
 from pith_engine.checkpoint import load_checkpoint
-from pith_engine.contract import Batch, plain_hidden
+from pith_engine.contract import Batch
 from pith_engine.mesh import Mesh, MeshConfig
+from pith_engine.plain import plain_hidden
 
 
 @pytest.fixture(scope="module")

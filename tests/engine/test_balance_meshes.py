@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from pith_engine.balance import BalanceConfig, router_z_loss, update_balance_biases
 from pith_engine.checkpoint import load_checkpoint, read_manifest, save_checkpoint
-from pith_engine.contract import IGNORED_TARGET, Batch, plain_hidden
+from pith_engine.contract import IGNORED_TARGET, Batch
 from pith_engine.fsdp import canonical_blocks, shard_chunks, sharded_parameters
 from pith_engine.gradients import count_targets
 from pith_engine.init import initialise
 from pith_engine.mesh import Mesh, parse_mesh
 from pith_engine.optim import AdamW, OptimizerConfig
 from pith_engine.pipeline import Pipeline
+from pith_engine.plain import plain_hidden
 from pith_engine.runtime import gather_objects
 from toy_model import EXPERTS, HIDDEN, LENGTH, plain_balance, toy_batches, toy_chunks
 

@@ -10,9 +10,9 @@ from pith_engine.overlap import (
     OperationKind,
     Recompute,
     Stream,
-    check_operations,
     interleave,
 )
+from pith_engine.overlap_check import check_operations
 
 LENGTHS = [None, 0, 1, 2, 3, 4, 7, 12]
 COMMUNICATIONS = (

@@ -11,13 +11,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from pith_engine.balance import BalanceConfig
-from pith_engine.contract import IGNORED_TARGET, plain_hidden
+from pith_engine.contract import IGNORED_TARGET
 from pith_engine.fsdp import canonical_blocks, shard_chunks
 from pith_engine.gradients import count_targets
 from pith_engine.init import initialise
 from pith_engine.mesh import Mesh, parse_mesh
 from pith_engine.overlap import Recompute
 from pith_engine.pipeline import Pipeline
+from pith_engine.plain import plain_hidden
 from pith_engine.runtime import gather_objects
 from toy_model import HIDDEN, plain_balance, toy_batches, toy_chunks
 

@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 import torch
 from pith_engine.balance import BalanceConfig
-from pith_engine.contract import plain_layer
 from pith_engine.mesh import Mesh
 from pith_engine.overlap import Recompute, interleave
+from pith_engine.plain import plain_layer
 from pith_engine.stages import ChunkPass, Streams, run_operations
 from torch import nn
 from toy_model import EXPERTS, HIDDEN, TOP_K, ToyChunk, plain_balance, toy_batches

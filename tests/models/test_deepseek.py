@@ -15,10 +15,11 @@ from typing import Any, get_args
 import pytest
 import torch
 from pith_engine.balance import BalanceConfig
-from pith_engine.contract import Batch, ModelChunk, Role, Routing, plain_hidden
+from pith_engine.contract import Batch, ModelChunk, Role, Routing
 from pith_engine.mesh import Mesh
 from pith_engine.overlap import Recompute
 from pith_engine.pipeline import Pipeline
+from pith_engine.plain import plain_hidden
 from pith_models.build import (
     build_chunks,
     canonical_tensors,

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from pith_engine.contract import DeclaredParameter, plain_hidden
+from pith_engine.contract import DeclaredParameter
 from pith_engine.mesh import Mesh
+from pith_engine.plain import plain_hidden
 from pith_models.build import (
     build_chunks,
     canonical_tensors,

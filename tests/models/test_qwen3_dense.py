@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from pith_engine.balance import BalanceConfig
-from pith_engine.contract import plain_hidden
 from pith_engine.mesh import Mesh, MeshConfig
 from pith_engine.pipeline import Pipeline
+from pith_engine.plain import plain_hidden
 from pith_models.build import (
     build_chunks,
     canonical_tensors,

@@ -12,10 +12,11 @@ from typing import get_args
 import pytest
 import torch
 from pith_engine.balance import BalanceConfig
-from pith_engine.contract import Batch, plain_hidden
+from pith_engine.contract import Batch
 from pith_engine.mesh import Mesh
 from pith_engine.overlap import Recompute
 from pith_engine.pipeline import Pipeline
+from pith_engine.plain import plain_hidden
 from pith_models.build import model_config_from_hf
 from pith_models.hf import read_hf_config
 from their_models import (

@@ -2,7 +2,7 @@
 
 For each mesh the same initial weights and global batch go through a training step, and losses,
 gradient norm and every canonical gradient are compared with a reference: one process, the whole
-batch at once, plain autograd over `contract.plain_hidden`, torch's cross-entropy over full logits.
+batch at once, plain autograd over `plain_hidden`, torch's cross-entropy over full logits.
 It shares nothing of dispatch, schedule, transfers or sharding.
 
     difference of two numbers   |a - b| / |b|
@@ -33,10 +33,11 @@ from typing import Literal
 import torch
 from pith_engine.balance import balance_loss, count_choices, load_factors, router_z_loss
 from pith_engine.context_parallel import shard_batch
-from pith_engine.contract import IGNORED_TARGET, Batch, plain_hidden
+from pith_engine.contract import IGNORED_TARGET, Batch
 from pith_engine.fsdp import CanonicalBlock, ShardedParameter, canonical_blocks, cut_block
 from pith_engine.mesh import Mesh, MeshConfig, mesh_violations, parse_mesh
 from pith_engine.muon import Muon
+from pith_engine.plain import plain_hidden
 from pith_engine.runtime import connect_mesh, gather_objects
 from pith_engine.violations import raise_violations
 from torch import Tensor

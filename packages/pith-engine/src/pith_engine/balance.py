@@ -1,4 +1,4 @@
-"""Load balancing of experts: auxiliary losses, the selection bias, the load that a run shows.
+"""Load balancing of experts: auxiliary losses, selection bias, the load that a run shows.
 
 For the N members of a router's pool, c_i how often counted tokens chose i, and s_ti the normalised
 score of token t,
@@ -8,7 +8,7 @@ score of token t,
 
 which is 1 when the load is even, whatever the top-k (Hugging Face's value is k times this). A token
 counts when its target is not ignored. A step adds the coefficient times the sum of L over layers,
-whose gradient goes through the scores alone; the methods differ in what f is counted over:
+whose gradient goes through the scores alone; methods differ in what the factors f are counted over:
 
     method        c counted over                         source, arXiv
     micro-batch   the sequences of one micro-batch       2101.03961
@@ -16,12 +16,12 @@ whose gradient goes through the scores alone; the methods differ in what f is co
     global-batch  the whole global batch, step before    2501.11873
     bias          no loss: `update_balance_biases`       2408.15664
 
-`global-batch` takes the step before (even load at the first): the frequencies of a batch are not
-known at its first backward. The router z-loss (2202.08906), mean over counted tokens of
+`global-batch` takes the step before (even load at the first): the factors of a batch are not known
+at its first backward. The router z-loss (2202.08906), mean over counted tokens of
 logsumexp(logits)^2, goes with any of them.
 
-The trap: no value may depend on how sequences fall into micro-batches or ranks, so sums are
-returned, and the caller divides by the global count as for token losses.
+The trap: no value may depend on how sequences fall into micro-batches or ranks, so these are sums,
+which the caller divides by the global count.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from pith_engine.contract import IGNORED_TARGET, Batch, Role, Routing
+from pith_engine.contract import Batch, Role, Routing
 from pith_engine.fsdp import ShardedParameter, cut_block
 from pith_engine.mesh import Axis
 from pith_engine.runtime import all_reduce
@@ -45,40 +45,34 @@ class BalanceConfig:
     """How experts are kept evenly loaded."""
 
     method: BalanceMethod = "sequence"
-    """Auxiliary loss over each `sequence`, over the `global-batch` with the frequencies of the step
+    """Auxiliary loss over each `sequence`, over the `global-batch` with the factors of the step
     before, or over each `micro-batch`, which alone depends on its size. `bias`: no loss, a bias
     that only selects, for families whose Hugging Face format has it. `none`: no balancing."""
     coefficient: float = 1e-3
     """Weight of the auxiliary loss (at least 0); `none` and `bias` do not read it."""
     bias_rate: float = 1e-3
-    """What `bias` adds to or takes from an expert's bias in a step (above 0)."""
+    """What `bias` moves an expert's bias by in a step (above 0)."""
     z_coefficient: float = 0.0
     """Weight of the router z-loss, with any method; 0 leaves it out."""
 
     def violations(self) -> list[str]:
-        """One line for each value that is not allowed."""
-        found = []
-        methods = get_args(BalanceMethod)
+        """A line for each value that is not allowed."""
+        found, methods, rate = [], get_args(BalanceMethod), self.bias_rate
         if self.method not in methods:
             found.append(f"balance.method is {self.method!r}: allowed are {', '.join(methods)}")
         weights = {"coefficient": self.coefficient, "z_coefficient": self.z_coefficient}
-        found += [
-            f"balance.{name} is {value}: allowed are finite numbers from 0"
-            for name, value in weights.items()
-            if not 0 <= value < inf
-        ]
-        if not 0 < self.bias_rate < inf:
-            found.append(
-                f"balance.bias_rate is {self.bias_rate}: allowed are finite numbers above 0"
-            )
+        for name, value in weights.items():
+            if not 0 <= value < inf:
+                found.append(f"balance.{name} is {value}: allowed are finite numbers from 0")
+        if not 0 < rate < inf:
+            found.append(f"balance.bias_rate is {rate}: allowed are finite numbers above 0")
         return found
 
 
 def count_choices(routing: Routing, batch: Batch, method: BalanceMethod) -> Tensor:
     """`[B, N]` int64, choices of counted tokens: a row a sequence with `sequence`, else one."""
     num_rows = batch.num_sequences if method == "sequence" else 1
-    counted = batch.targets != IGNORED_TARGET
-    valid = counted[:, None] & (routing.chosen >= 0)
+    valid = batch.counted[:, None] & (routing.chosen >= 0)
     ids = routing.chosen.clamp(min=0).long().view(num_rows, -1)
     counts = ids.new_zeros(num_rows, routing.scores.shape[1])
     return counts.scatter_add(1, ids, valid.view(num_rows, -1).long())
@@ -89,7 +83,7 @@ def load_factors(
 ) -> Tensor | None:
     """f, `[B, N]` float64, from the `counts` of `count_choices`; None without an auxiliary loss.
 
-    `previous` `[N]` are the choices of the step before, None before the first.
+    `previous` `[N]`: the choices of the step before, None at the first.
     """
     match method:
         case "none" | "bias":
@@ -98,21 +92,20 @@ def load_factors(
             counts = torch.ones_like(counts) if previous is None else previous[None]
         case "micro-batch" | "sequence":
             counts = all_reduce(counts.clone(), cp) if cp.size > 1 else counts
-    shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
-    return shares * counts.shape[1]
+    return counts.double() / counts.sum(1, keepdim=True).clamp(min=1) * counts.shape[1]
 
 
 def balance_loss(routing: Routing, batch: Batch, factors: Tensor) -> Tensor:
-    """Sum over counted tokens and the pool of factor * score, in the scores' dtype."""
+    """Sum over counted tokens and the pool of f * score, in the scores' dtype."""
     num_rows, pool = factors.shape
-    counted = (batch.targets != IGNORED_TARGET).view(num_rows, -1, 1)
-    score_sums = (routing.scores.view(num_rows, -1, pool) * counted).sum(1)
+    counted = routing.scores * batch.counted[:, None]
+    score_sums = counted.view(num_rows, -1, pool).sum(1)
     return (factors.to(score_sums.dtype) * score_sums).sum()
 
 
 def router_z_loss(routing: Routing, batch: Batch) -> Tensor:
     """Sum over counted tokens of logsumexp(logits)^2, in the logits' dtype."""
-    return (routing.logits.logsumexp(1).square() * (batch.targets != IGNORED_TARGET)).sum()
+    return (routing.logits.logsumexp(1).square() * batch.counted).sum()
 
 
 def auxiliary_losses(
@@ -120,7 +113,7 @@ def auxiliary_losses(
 ) -> tuple[Tensor | None, Tensor]:
     """A layer's weighted sum of balance loss and z-loss, None when both are off.
 
-    And both without coefficients, `[2]` float64 without gradient.
+    And both unweighted, `[2]` float64 without gradient.
     """
     terms, values = [], torch.zeros(2, dtype=torch.float64, device=routing.scores.device)
     if factors is not None:
@@ -140,8 +133,8 @@ def update_balance_biases(
 ) -> None:
     """After the optimizer: bias += rate * sign(mean - count), on this rank's blocks.
 
-    Without centring: the biases' mean may drift, which no selection notices. `counts` are
-    `Pipeline.expert_counts`: integers, so every mesh makes the same update.
+    The biases' mean may drift, which no selection notices. `counts` are `Pipeline.expert_counts`:
+    integers, so every mesh makes the same update.
     """
     for parameter in parameters:
         if parameter.role is Role.BALANCE_BIAS:
@@ -155,8 +148,8 @@ def update_balance_biases(
 def layer_loads(counts: Tensor) -> Tensor:
     """`[L, 3]` float64, how even the load is, from choices `[L, N]` of a whole step.
 
-    Columns: the largest over the mean; members that nobody chose; entropy of the shares over log N
-    (0 is one expert for all).
+    Columns: largest over mean; members that nobody chose; entropy of the shares over log N (0 is
+    one expert for all).
     """
     shares, pool = counts.double() / counts.sum(1, keepdim=True).clamp(min=1), counts.shape[1]
     entropies = shares[:, 0]  # a pool of one is even

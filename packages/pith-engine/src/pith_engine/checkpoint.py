@@ -6,13 +6,13 @@ its blocks at their true offsets, so any mesh reads what any other wrote. To sav
 
     1. rank 0 deletes what killed saves left and makes an empty `step-00000100.tmp`
     2. every rank writes its blocks (rank 0 also `.metadata`) and hashes its files
-    3. rank 0 writes `manifest.json`, the last file: names, sizes, hashes, and the run's facts
+    3. rank 0 writes `manifest.json`: names, sizes, hashes, and the run's facts
     4. rank 0 renames the folder to `step-00000100`
 
-It is complete when the manifest is there and every listed file has its size; a load first compares
-hashes (1.3 s a GB, measured on one core). A rank's share of a part (gate and up are stored as one)
-is no DTensor placement, hence the planners. The trap: DCP does not check that a load covers every
-element, so `_read_blocks` does.
+It is complete when every file of the manifest has its size; a load first compares hashes (1.3 s a
+GB, measured on one core). A rank's share of a part (gate and up are stored as one) is no DTensor
+placement, hence the planners. The trap: DCP does not check that a load covers every element, so
+`_read_blocks` does.
 """
 
 import hashlib
@@ -71,16 +71,16 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds and where the run stood."""
+    """What a checkpoint holds."""
 
     step: int
     """Optimizer updates done."""
     has_optimizer: bool
-    """False for an imported checkpoint."""
+    """False for an import."""
     files: dict[str, FileRecord]
     """The other files by name."""
     run: dict[str, Any]
-    """JSON values: configuration, data position, tokens seen."""
+    """As JSON: configuration, data position, tokens seen."""
     versions: dict[str, str]
     """Of Python and torch."""
 
@@ -92,7 +92,7 @@ class StoredBlock:
     key: str
     """The tensor's name."""
     shape: tuple[int, ...]
-    """The tensor's shape."""
+    """The tensor's."""
     offsets: tuple[int, ...]
     """Where the block starts."""
     sizes: tuple[int, ...]
@@ -100,7 +100,7 @@ class StoredBlock:
     dtype: torch.dtype
     """The tensor's."""
     read: Callable[[], Tensor]
-    """Gives the block when it is written, so that one at a time is in memory."""
+    """Gives the block when it is written: one at a time is in memory."""
 
 
 def save_checkpoint(
@@ -113,20 +113,20 @@ def save_checkpoint(
 ) -> Path:
     """Save weights, moments and `run` (rank 0's) as `folder/step-<step>`, and return it.
 
-    All ranks call it; what was committed before survives any failure. A CheckpointException comes
-    on every rank, an OSError of the folder or the manifest on rank 0 alone.
+    All ranks call it; earlier checkpoints survive any failure. A CheckpointException comes on every
+    rank, an OSError of the folder or the manifest on rank 0 alone.
     """
     written = [p for p in parameters if p.replicas.rank == 0]  # replicas hold the same bits
     return _commit(folder, step, _blocks(written, optimizer), run, mesh, has_optimizer=True)
 
 
 def write_checkpoint(folder: Path, step: int, blocks: Sequence[StoredBlock], run: dict) -> Path:
-    """Save whole tensors, with keys `model.*`, from one process; for imports."""
+    """Save whole tensors, keys `model.*`, from one process: an import."""
     return _commit(folder, step, blocks, run, Mesh.single(), has_optimizer=False)
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint, or None; warns about incomplete ones."""
+    """The newest complete one, or None; warns about incomplete ones."""
     for path in reversed(_folders(folder, _COMPLETE_NAME)):
         if (fault := checkpoint_fault(path)) is None:
             return path
@@ -135,7 +135,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def checkpoint_fault(path: Path) -> str | None:
-    """Why a checkpoint is not complete; None when it is."""
+    """Why a checkpoint is not complete, or None."""
     if not (path / MANIFEST_NAME).is_file():
         return f"no {MANIFEST_NAME}"
     try:
@@ -160,7 +160,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
-    """Compare all hashes; all ranks call it, ValueError on each if a file is gone or changed."""
+    """Compare all hashes, on all ranks; ValueError on each if a file is gone or changed."""
     if fault := checkpoint_fault(path):
         raise ValueError(f"checkpoint {path} is incomplete: {fault}")
     manifest = read_manifest(path)
@@ -170,7 +170,7 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
     if changed:
         raise ValueError(
             f"checkpoint {path} is damaged, {', '.join(changed)} changed after saving: remove the "
-            "folder to go on from an older checkpoint"
+            "folder to go on from an older one"
         )
     return manifest
 
@@ -178,9 +178,9 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
 def load_checkpoint(
     path: Path, parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None, mesh: Mesh
 ) -> Manifest:
-    """Load weights and, with an optimizer, moments and step count, saved on any mesh.
+    """Load weights and, with an optimizer, moments and step count, on all ranks of any mesh.
 
-    All ranks call it. ValueError for damage, no moments, or no tensor of a parameter's shape.
+    ValueError for damage, no moments, or no tensor of a parameter's shape.
     """
     manifest = verify_checkpoint(path, mesh)
     if optimizer is not None and not manifest.has_optimizer:
@@ -194,9 +194,9 @@ def load_checkpoint(
 
 
 def tensor_names(path: Path, prefix: str = "model.") -> list[str]:
-    """Sorted names, without the prefix, of the tensors that have it."""
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    return [key.removeprefix(prefix) for key in sorted(stored) if key.startswith(prefix)]
+    """Sorted names of the tensors with this prefix, without it."""
+    keys = sorted(FileSystemReader(path).read_metadata().state_dict_metadata)
+    return [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
 
 
 def read_tensor(path: Path, key: str) -> Tensor:
@@ -212,8 +212,8 @@ def read_tensor(path: Path, key: str) -> Tensor:
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints, and nothing else."""
-    complete = [path for path in _folders(folder, _COMPLETE_NAME) if checkpoint_fault(path) is None]
+    """Delete all but the `keep` newest complete checkpoints."""
+    complete = [path for path in _folders(folder, _COMPLETE_NAME) if not checkpoint_fault(path)]
     for path in complete[: max(len(complete) - keep, 0)]:
         shutil.rmtree(_renamed_aside(path))
 
@@ -221,20 +221,20 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 def _read_blocks(
     reader: FileSystemReader, metadata: Metadata, blocks: Sequence[StoredBlock]
 ) -> None:
-    """Fill the tensors that `read()` gives, after checking all of them."""
+    """Check all blocks, then fill the tensors that `read()` gives."""
     items, faults = [], []
     for block in blocks:
-        stored = metadata.state_dict_metadata.get(block.key)
+        key, stored = block.key, metadata.state_dict_metadata.get(block.key)
         if not isinstance(stored, TensorStorageMetadata):
-            faults.append(f"{block.key}: missing")
+            faults.append(f"{key}: missing")
         elif tuple(stored.size) != block.shape:
-            faults.append(f"{block.key}: shape {tuple(stored.size)}, expected {block.shape}")
+            faults.append(f"{key}: shape {tuple(stored.size)}, expected {block.shape}")
         elif 0 not in block.sizes:
-            reads = create_read_items_for_chunk_list(block.key, stored, [_chunk(block)])
+            reads = create_read_items_for_chunk_list(key, stored, [_chunk(block)])
             # Saved chunks do not overlap: equal counts mean that every element is covered.
             covered, wanted = sum(read.lengths.numel() for read in reads), prod(block.sizes)
             if covered != wanted:
-                faults.append(f"{block.key}: {covered} of {wanted} elements were saved")
+                faults.append(f"{key}: {covered} of {wanted} elements were saved")
             items += reads
     if faults:
         raise ValueError(f"checkpoint {reader.path} does not fit this model: " + "; ".join(faults))
@@ -243,20 +243,19 @@ def _read_blocks(
 
 
 class _BlockSavePlanner(DefaultSavePlanner):
-    """Saves blocks at their offsets; DCP's state dict stays empty."""
+    """Saves blocks; DCP's state dict stays empty."""
 
     def __init__(self, blocks: Sequence[StoredBlock]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._blocks = {block.key: block for block in blocks if 0 not in block.sizes}
 
     def create_local_plan(self) -> SavePlan:
-        items = []
+        self.plan = SavePlan([])
         for key, block in self._blocks.items():
             properties = TensorProperties(dtype=block.dtype)
             data = TensorWriteData(_chunk(block), properties, torch.Size(block.shape))
             index = MetadataIndex(key, block.offsets)
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
+            self.plan.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -289,8 +288,8 @@ def _commit(
             shutil.rmtree(left)
         temporary.mkdir(parents=True)
     barrier(mesh.world)
-    # 2. Every rank's blocks, in files that DCP calls `__<rank>_*`. It keeps a file's tensors until
-    # the file is closed; a file each lets those of an import, made as they are written, go.
+    # 2. In files that DCP calls `__<rank>_*`. It keeps a file's tensors until the file is closed:
+    # an import, which makes them as they are written, has a file each.
     writer = FileSystemWriter(temporary, single_file_per_rank=has_optimizer, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
@@ -326,12 +325,13 @@ def _commit(
 def _blocks(
     parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None
 ) -> list[StoredBlock]:
-    all_moments = {} if optimizer is None else optimizer.moments()
+    moments = {} if optimizer is None else optimizer.moments()
     found = []
     for parameter in parameters:
-        moments = all_moments.get(parameter.name, {})
-        named = {f"optimizer.{moment}": tensor for moment, tensor in moments.items()}
-        for prefix, tensor in {"model": parameter.shard, **named}.items():
+        tensors = {"model": parameter.shard}
+        for moment, tensor in moments.get(parameter.name, {}).items():
+            tensors[f"optimizer.{moment}"] = tensor
+        for prefix, tensor in tensors.items():
             for block in canonical_blocks(parameter, tensor):
                 key = f"{prefix}.{block.name}"
                 found.append(_stored_block(key, block.tensor, block.global_shape, block.offsets))
@@ -374,7 +374,7 @@ def _write_durably(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, survive a power loss."""
+    """Make a file, or the names in a folder, survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

@@ -10,15 +10,15 @@ Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets thos
     j > r   its late block sees both blocks of j, in full
 
 and merges the parts by their LSE; the next hop is under way while a part is computed. Backward: the
-same round with the merged output and LSE; the gradients, in fp32 or wider, follow one hop behind
-and arrive home after the last. In latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) the latent
-and the heads' common rotary key travel instead, and are expanded again in the backward.
+same round with the merged output and LSE; the gradients, in fp32 or wider, follow one hop behind.
+In latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) the latent and the heads' common rotary key
+travel instead, and are expanded again in the backward.
 
 A sliding window needs no round: a block fetches the `window - 1` keys before it, wherever they lie,
 and returns their gradients.
 
-The trap: all ranks of the axis must issue these exchanges in one order, which they do because they
-share a pipeline stage.
+The trap: all ranks of the axis must issue these exchanges in one order, as sharing a pipeline stage
+ensures.
 """
 
 from collections.abc import Iterator
@@ -57,10 +57,7 @@ def shard_batch(batch: Batch, cp: Axis) -> Batch:
         return batch
     length, num_blocks = batch.sequence_length, 2 * cp.size
     if length % num_blocks:
-        raise ValueError(
-            f"sequence length {length} is no multiple of 2 x cp = {num_blocks}; nearest: "
-            f"{length // num_blocks * num_blocks}, {-(-length // num_blocks) * num_blocks}"
-        )
+        raise ValueError(f"sequence length {length} is no multiple of 2 x cp = {num_blocks}")
     early, late = _blocks_of(cp.rank, cp)
     tokens, targets, positions = (
         x.view(-1, num_blocks, length // num_blocks)[:, early : late + 1 : late - early].flatten()
@@ -82,7 +79,7 @@ def context_attention(
     sinks: Tensor | None = None,
     backend: AttentionBackend,
 ) -> Tensor:
-    """Causal attention within the sequences and documents of a batch, sharded over cp or not.
+    """Causal attention within the sequences and documents of a batch.
 
     `query [T, Hq, D]`, `key [T, Hkv, D]`, `value [T, Hkv, Dv]` -> `[T, Hq, Dv]`; a query sees the
     `window` keys that end with its own (None, 0: all); scale and sinks as in `attention`.
@@ -96,15 +93,14 @@ def context_attention(
     elif call.window is None:
         out = _Ring.apply(query, key, value, None, sinks, call)
     else:
-        parts = []
         # Before anything is sent: these refuse a bad window.
         visibilities = [
             call.visibility([span], [range(span.start - call.reach(span.start), span.stop)])
             for span in call.spans(cp.rank)
         ]
-        blocks = _Halo.apply(torch.cat([key, value], -1), call)
+        blocks, parts = _Halo.apply(torch.cat([key, value], -1), call), []
         for q, kv, seen in zip(query.split(call.block, 1), blocks, visibilities, strict=True):
-            k, v = kv[..., : q.shape[-1]], kv[..., q.shape[-1] :]
+            k, v = kv.split((key.shape[-1], value.shape[-1]), -1)
             parts.append(attention(q, k, v, sinks=sinks, visibility=seen, **call.settings)[0])
         out = torch.cat(parts, 1)
     return out.flatten(0, 1)
@@ -134,7 +130,7 @@ def latent_attention(
 
 
 class _Call:
-    """What one attention needs to know; spans are places in a sequence."""
+    """The facts of one attention; spans are places in a sequence."""
 
     def __init__(
         self,
@@ -161,7 +157,7 @@ class _Call:
     def visibility(
         self, queries: list[range], keys: list[range], causal: bool = True
     ) -> Visibility:
-        """Of keys in these spans; a document's part of each is one segment."""
+        """Of keys in these spans."""
         offsets = self.offsets
         if offsets is not None:
             offsets = (self.before(offsets, queries), self.before(offsets, keys))
@@ -197,7 +193,7 @@ def _blocks_of(rank: int, cp: Axis) -> tuple[int, int]:
 
 
 class _Ring(torch.autograd.Function):
-    """`first` and `second` travel: keys and values, or with a `weight` latents and rotary keys."""
+    """Keys and values travel, or with a `weight` latents and rotary keys."""
 
     @staticmethod
     def forward(
@@ -237,7 +233,7 @@ class _Ring(torch.autograd.Function):
         call: _Call = ctx.call
         dquery = torch.zeros_like(query, dtype=lse.dtype)
         dweight = lse.new_zeros(() if weight is None else weight.shape)
-        # Gradients of the keys at hand, from the ranks that had them before.
+        # Gradients of the keys at hand, from ranks that had them before.
         carried = [lse.new_zeros(x.shape) for x in (first, second)]
         hop, num_nope = exchange([], [], call.cp), query.shape[-1] - second.shape[-1]
         for source, (a, b) in _round([first, second], call.cp):

@@ -1,18 +1,16 @@
 """What a model must offer to the engine, whichever model it is.
 
-A model is cut into chunks of decoder layers. What is particular to a model family is in the three
-methods of a `DecoderLayer` and those of its `ModelChunk`.
+What is particular to a model family is in the three methods of a `DecoderLayer` and those of its
+`ModelChunk`.
 
 The engine owns dispatch, combine and everything that touches a routing weight. A dense layer has no
 routing; its `experts` receives `groups=None` and the tokens as they are. Shared experts are
-computed inside `attention` and folded into `residual`. Parameters are declared with `declare`, and
-replaced by the units of `fsdp.py`.
+computed inside `attention` and folded into `residual`.
 
-T tokens of a micro-batch on this rank, H hidden size, K top-k, N router pool size, P (token,
-expert) pairs received by this rank, D documents.
+On one rank: T tokens of a micro-batch, P (token, expert) pairs received, D documents; H hidden
+size, K top-k, N router pool size.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -26,7 +24,7 @@ IGNORED_TARGET = -100
 
 
 class Role(Enum):
-    """What a parameter is: fixes dtype, optimizer, decay, initial value and sharding."""
+    """What a parameter is: dtype, optimizer, decay, initial value and sharding follow."""
 
     MATRIX = "matrix"
     EXPERT_MATRIX = "expert matrix"
@@ -43,7 +41,7 @@ class Role(Enum):
 
     @property
     def is_expert(self) -> bool:
-        """Whether dim 0 counts experts and is sharded over the ep axis."""
+        """Whether dim 0 counts experts, sharded over ep."""
         return self in (Role.EXPERT_MATRIX, Role.EXPERT_BIAS)
 
     @property
@@ -53,23 +51,23 @@ class Role(Enum):
 
     @property
     def uses_muon(self) -> bool:
-        """Whether Muon may update it: linear maps between hidden states."""
+        """Whether it maps hidden states to hidden states, as Muon needs."""
         return self in (Role.MATRIX, Role.EXPERT_MATRIX)
 
     @property
     def keeps_fp32(self) -> bool:
         """Whether the gathered copy stays in the master dtype."""
-        fp32_roles = (Role.ROUTER, Role.BIAS, Role.EXPERT_BIAS, Role.SINK, Role.BALANCE_BIAS)
-        return self in fp32_roles
+        roles = (Role.ROUTER, Role.BIAS, Role.EXPERT_BIAS, Role.SINK, Role.BALANCE_BIAS)
+        return self in roles
 
     @property
     def is_trained(self) -> bool:
-        """Whether the optimizer moves it; else its gradient stays zero."""
+        """Whether the optimizer moves it; else its gradient is zero."""
         return self is not Role.BALANCE_BIAS
 
 
 class DeclaredParameter(nn.Parameter):
-    """A parameter on the meta device, until a unit replaces it.
+    """A parameter on the meta device, until a unit of `fsdp.py` replaces it.
 
     `std` is that of the initial normal values, None for a constant (1 for norms, else 0). `parts`
     names the canonical tensors of equal size stored one after the other along the last dim but one;
@@ -86,7 +84,7 @@ def declare(
 ) -> DeclaredParameter:
     """Declare a parameter by its shape before data-parallel sharding; experts `[E / ep, ...]`.
 
-    A stored `[E, 2 * I, H]` may have parts `("gate_proj", "up_proj")`.
+    Stored `[E, 2 * I, H]` may have parts `("gate_proj", "up_proj")`.
     """
     parameter = DeclaredParameter(torch.empty(shape, device="meta"))
     parameter.role, parameter.std, parameter.parts = role, std, parts
@@ -95,7 +93,7 @@ def declare(
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch on one rank: whole, or its part of every sequence (`shard_batch`)."""
+    """One micro-batch on one rank, or its part of every sequence (`shard_batch`)."""
 
     tokens: Tensor
     """`[T]` int64 token ids."""
@@ -106,7 +104,7 @@ class Batch:
     sequence_length: int
     """Tokens of a sequence on this rank; attention does not cross sequences."""
     documents: Tensor | None = None
-    """`[D + 1]` int32 offsets of packed documents in the `T * cp` tokens of the whole; None: one
+    """`[D + 1]` int32 offsets of packed documents in the `T * cp` tokens of the whole; None: a
     document a sequence."""
 
     @property
@@ -114,10 +112,15 @@ class Batch:
         """Sequences in this micro-batch."""
         return self.tokens.numel() // self.sequence_length
 
+    @property
+    def counted(self) -> Tensor:
+        """`[T]` bool, where a loss is taken."""
+        return self.targets != IGNORED_TARGET
+
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a router decided for one micro-batch."""
+    """A router's decisions."""
 
     expert_ids: Tensor
     """`[T, K]` int32, -1 for "sent nowhere"."""
@@ -128,11 +131,11 @@ class Routing:
     chosen: Tensor
     """`[T, K]` int32 ids in the router's own pool; `expert_ids` where that is the experts."""
     logits: Tensor
-    """`[T, N]` what the scores were made from, differentiable."""
+    """`[T, N]` that the scores were made from, differentiable."""
 
 
 class DecoderLayer(Protocol):
-    """All that the engine calls of a layer."""
+    """What the engine calls of a layer."""
 
     num_local_experts: int
     """Experts held on this rank; 0 for a dense layer."""
@@ -142,7 +145,7 @@ class DecoderLayer(Protocol):
     ) -> tuple[Tensor, Tensor, Routing | None]:
         """`[T, H]` -> tokens for the experts `[T, H]`, residual `[T, H]`, routing.
 
-        In a recomputation the router takes `chosen`, the `Routing.chosen` of the first run.
+        A recomputation routes to `chosen`, the `Routing.chosen` of the first run.
         """
         ...
 
@@ -158,7 +161,7 @@ class DecoderLayer(Protocol):
 
 
 class ModelChunk(nn.Module):
-    """Consecutive layers, keyed by global number, the embedding if first, the head if last."""
+    """Consecutive layers by global number, the embedding if first, the head if last."""
 
     layers: nn.ModuleDict
     is_first: bool
@@ -170,7 +173,7 @@ class ModelChunk(nn.Module):
         self.layers = nn.ModuleDict()
 
     def decoder_layers(self) -> dict[int, DecoderLayer]:
-        """Global number -> layer, in order, typed as the contract sees them."""
+        """Global number -> layer, in order, typed."""
         return {int(n): layer for n, layer in self.layers.items()}  # type: ignore[misc]
 
     def embed(self, batch: Batch) -> Tensor:
@@ -184,29 +187,3 @@ class ModelChunk(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Last chunk: hidden `[T, H]` -> logits `[T, V]`, for comparisons."""
         raise NotImplementedError
-
-
-def plain_layer(layer: DecoderLayer, hidden: Tensor, batch: Batch) -> tuple[Tensor, Routing | None]:
-    """Run one layer, which holds all experts, by autograd alone, as a reference of its dispatch."""
-    tokens, residual, routing = layer.attention(hidden, batch)
-    if routing is None:
-        return layer.aggregate(layer.experts(tokens, None, None), residual), None
-    experts = range(layer.num_local_experts)
-    rows = [torch.where((routing.expert_ids == e).any(1))[0] for e in experts]
-    groups = Groups.from_sizes([len(r) for r in rows], tokens.device)
-    order = torch.cat(rows)
-    outputs = layer.experts(tokens[order], groups, None)
-    combined = torch.zeros_like(tokens, dtype=routing.weights.dtype)
-    for expert, (index, output) in enumerate(zip(rows, outputs.split(groups.sizes), strict=True)):
-        weight = (routing.weights * (routing.expert_ids == expert)).sum(1)[index]
-        combined = combined.index_add(0, index, output.to(weight.dtype) * weight[:, None])
-    return layer.aggregate(combined.to(tokens.dtype), residual), routing
-
-
-def plain_hidden(chunks: list[ModelChunk], batch: Batch) -> Iterator[tuple[Tensor, Routing | None]]:
-    """Yield `(hidden, routing)` after every layer of a whole model."""
-    hidden = chunks[0].embed(batch)
-    for chunk in chunks:
-        for layer in chunk.decoder_layers().values():
-            hidden, routing = plain_layer(layer, hidden, batch)
-            yield hidden, routing

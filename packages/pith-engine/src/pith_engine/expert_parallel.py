@@ -1,7 +1,7 @@
 """Expert parallelism: how tokens reach the ranks of their experts and come back.
 
-A token travels once to each rank of the ep axis that holds any of its experts, with expert ids and
-routing weights; that rank returns one weighted sum of their outputs (DeepSeek-V3, arXiv 2412.19437,
+A token travels once to each rank that holds any of its experts, with expert ids and routing
+weights; that rank returns one weighted sum of their outputs (DeepSeek-V3, arXiv 2412.19437,
 section 3.2.2, without the node limit). With the index maths of `pith_ops.dispatch`:
 
     forward    pack_tokens -> exchange_rows -> gather_rows -> experts -> weighted_partial_sums
@@ -9,8 +9,8 @@ section 3.2.2, without the node limit). With the index maths of `pith_ops.dispat
     backward   pack_tokens -> exchange_rows -> weighted_partial_sums_backward -> experts' dgrad
                -> sum_pairs -> exchange_rows -> sum_ranks, sum_rank_weights
 
-None of this is an autograd function: `stages.py` calls forward and backward in the order it wants,
-and `exchange_rows`, a mere all-to-all, on a communication stream.
+None of this is an autograd function: `stages.py` chooses the order, and runs `exchange_rows` on a
+communication stream.
 
 T tokens here, H hidden size, K top-k, R ranks of the axis, N rows sent by this rank, M received.
 """
@@ -35,7 +35,7 @@ from pith_engine.runtime import all_to_all
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Where the tokens of one layer and micro-batch go."""
+    """Where a layer's tokens go."""
 
     plan: DispatchPlan
     """The sender's index maths."""
@@ -49,7 +49,7 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """How the rows that a rank received map to expert order."""
+    """How received rows map to expert order."""
 
     weights: Tensor
     """`[M, K]` of the received rows, 0 where the slot is not ours."""
@@ -58,7 +58,7 @@ class Arrival:
 
 
 def route_tokens(routing: Routing, num_local_experts: int, axis: Axis) -> Route:
-    """Plan the dispatch of one layer and exchange the counts: the one host sync of a layer."""
+    """Plan a layer's dispatch and exchange the counts: its one host sync."""
     num_experts = num_local_experts * axis.size
     counts = count_dispatch(routing.expert_ids, num_experts, axis.size)
     received_counts = torch.empty_like(counts)
@@ -88,7 +88,7 @@ def pack_metadata(routing: Routing, route: Route) -> Tensor:
 def open_metadata(metadata: Tensor, route: Route) -> Arrival:
     """Plan the expert order of received metadata `[M, 2 * K]`, whose ids are exact below 2**24.
 
-    Both are copied: what was received may be dropped as soon as the experts are launched.
+    Copied: what was received may be dropped as soon as the experts are launched.
     """
     ids, weights = metadata.chunk(2, dim=1)
     plan = plan_experts(ids.to(torch.int32), len(route.expert_sizes), route.expert_sizes)

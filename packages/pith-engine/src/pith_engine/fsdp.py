@@ -1,11 +1,11 @@
-"""Fully sharded data parallelism: parameters in units that gather and reduce when they are told to.
+"""Fully sharded data parallelism: parameters in units that gather and reduce when told to.
 
-A unit (embedding, head with the final norm, each layer's dense part, each layer's experts) owns
+A unit (embedding, head with the final norm, a layer's dense part, a layer's experts) owns
 
     shards      master dtype: this rank's block of every parameter
     full        what layers read: compute dtype, or master dtype where the role says
     full_grads  master dtype: what autograd and deferred weight gradients add into
-    grads       master dtype: the reduced gradient of `shards`
+    grads       master dtype: the gradient of `shards`
 
     gather()    full <- all ranks' shards, full_grads <- 0
     reduce()    grads <- sum over ranks of full_grads, then over replicas (HSDP)
@@ -13,8 +13,8 @@ A unit (embedding, head with the final norm, each layer's dense part, each layer
 A block is what `torch.chunk` gives along dim 0, or along the last dim when dim 0 has fewer rows
 than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit.
 
-torch's `fully_shard` needs private members to be driven by hand, cannot sum on gloo, and loses
-weight gradients that come late. The trap: `parameter.grad` must stay a view of `full_grads` (no
+torch's `fully_shard` cannot be driven by hand without private members, cannot sum on gloo, and
+loses late weight gradients. The trap: `parameter.grad` must stay a view of `full_grads` (no
 `zero_grad`).
 """
 
@@ -24,6 +24,7 @@ from itertools import groupby
 from math import prod
 
 import torch
+from pith_ops.device import accumulation_dtype
 from torch import Tensor, nn
 
 from pith_engine.contract import DeclaredParameter, ModelChunk, Role
@@ -36,24 +37,24 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """What is replicated over dp instead of sharded (HSDP): more memory, shorter gathers."""
+    """What is replicated over dp (HSDP): more memory, shorter gathers."""
 
     replicate_dense: bool = False
     """Shard all but experts over cp x ep only."""
     replicate_experts: bool = False
-    """Shard experts, which ep has split, over cp only."""
+    """Shard experts over cp only."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedParameter:
-    """A stored parameter: this rank's block, and the whole that layers read."""
+    """A stored parameter: this rank's block and the whole."""
 
     name: str
     """Unique over the whole model: `layers.3.experts.gate_up`."""
     role: Role
     """What it is."""
     std: float | None
-    """Of its initial values; None for a constant."""
+    """As in `DeclaredParameter`."""
     parts: tuple[str, ...]
     """Last name components of its canonical tensors."""
     global_shape: tuple[int, ...]
@@ -61,22 +62,22 @@ class ShardedParameter:
     offsets: tuple[int, ...]
     """Where the block starts in it."""
     replicas: Axis
-    """The ranks that hold the same block."""
+    """Ranks that hold the same block."""
     axis: Axis
-    """The ranks that hold the blocks of the whole."""
+    """Ranks that hold the blocks of the whole."""
     dim: int
     """Along which it is cut."""
     full: nn.Parameter = field(repr=False)
-    """The whole."""
+    """What layers read."""
     shard: Tensor = field(repr=False)
     """The block; may be empty."""
     grad: Tensor = field(repr=False)
-    """The block's gradient after `Unit.reduce`."""
+    """Its gradient after `Unit.reduce`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CanonicalBlock:
-    """A rank's part of one canonical tensor."""
+    """A rank's part of a canonical tensor."""
 
     name: str
     """The stored name, its last component replaced if there are parts."""
@@ -89,7 +90,7 @@ class CanonicalBlock:
 
 
 class Unit:
-    """Parameters, all experts or none, that are gathered and reduced together."""
+    """Parameters, all experts or none, gathered and reduced together."""
 
     def __init__(
         self,
@@ -100,17 +101,17 @@ class Unit:
         device: torch.device,
         sharding: ShardingConfig = ShardingConfig(),
     ):
-        """`declared` by stored name; the master dtype is fp32, or float64 if `compute_dtype` is."""
+        """`declared` by stored name; the master dtype is `accumulation_dtype`."""
         self.name = name
-        master = torch.float64 if compute_dtype == torch.float64 else torch.float32
+        master = accumulation_dtype(compute_dtype)
         is_expert = any(declaration.role.is_expert for declaration in declared.values())
         self._axis, self._replicas = shard_axes(mesh, sharding, is_expert=is_expert)
-        order = sorted(declared, key=lambda n: declared[n].role.keeps_fp32)  # by gathered dtype
+        order = sorted(declared.items(), key=lambda item: item[1].role.keeps_fp32)  # by dtype
         self._slots: list[_Slot] = []
         column = 0
-        for stored in order:
-            dtype = master if declared[stored].role.keeps_fp32 else compute_dtype
-            slot = _Slot(tuple(declared[stored].shape), self._axis, column, dtype, device)
+        for _, declaration in order:
+            dtype = master if declaration.role.keeps_fp32 else compute_dtype
+            slot = _Slot(tuple(declaration.shape), self._axis, column, dtype, device)
             self._slots.append(slot)
             column = slot.stop
         self._shards = torch.zeros(column, dtype=master, device=device)
@@ -119,8 +120,7 @@ class Unit:
         alone = self._axis.size == self._replicas.size == 1
         self._grads = self._full_grads if alone else torch.zeros_like(self._shards)
         self.parameters: list[ShardedParameter] = []
-        for stored, slot in zip(order, self._slots, strict=True):
-            declaration = declared[stored]
+        for (stored, declaration), slot in zip(order, self._slots, strict=True):
             full = nn.Parameter(slot.whole(slot.buffer))
             full.grad_dtype = master
             full.grad = slot.whole(self._full_grads[slot.grad_start :])
@@ -149,7 +149,7 @@ class Unit:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Open a step: fill the full parameters, zero the gradients."""
+        """Open a step: fill `full`, zero the gradients."""
         self._full_grads.zero_()
         if self._axis.size == 1:
             for parameter in self.parameters:
@@ -168,7 +168,7 @@ class Unit:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Close a step: sum the gradients into `grad` of every parameter."""
+        """Close a step: sum the gradients into every `grad`."""
         for slot, parameter in zip(self._slots, self.parameters, strict=True):
             grad, start = parameter.full.grad, self._full_grads[slot.grad_start :]
             if grad is None or grad.data_ptr() != start.data_ptr():
@@ -185,7 +185,7 @@ class Unit:
 
 
 def shard_axes(mesh: Mesh, sharding: ShardingConfig, *, is_expert: bool) -> tuple[Axis, Axis]:
-    """The axes over which parameters are sharded and replicated."""
+    """Axes over which parameters are sharded and replicated."""
     if sharding.replicate_experts if is_expert else sharding.replicate_dense:
         return (mesh.cp if is_expert else mesh.dense_shards), mesh.dp
     none = Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
@@ -200,10 +200,10 @@ def shard_chunks(
     compute_dtype: torch.dtype,
     device: torch.device,
 ) -> list[Unit]:
-    """Replace the declared parameters of this rank's chunks by real ones, owned by units.
+    """Replace the declared parameters of this rank's chunks by those of units.
 
-    A parameter with several names (tied embeddings) is one under its first, and its gradient sums
-    all uses. ValueError for one that was not declared.
+    One with several names (tied embeddings) is stored under its first, and its gradient sums all
+    uses. ValueError for one that was not declared.
     """
     members: dict[str, dict[str, DeclaredParameter]] = {}
     uses: dict[DeclaredParameter, list[tuple[nn.Module, str]]] = {}
@@ -228,14 +228,14 @@ def shard_chunks(
 
 
 def sharded_parameters(units: list[Unit]) -> list[ShardedParameter]:
-    """All parameters of the units, in order."""
+    """Those of all units, in order."""
     return [parameter for unit in units for parameter in unit.parameters]
 
 
 def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[CanonicalBlock]:
-    """Cut a tensor shaped like the shard into canonical tensors.
+    """Cut a tensor shaped like the shard into blocks of canonical tensors, maybe empty.
 
-    A part is an equal share of the last dim but one; the block of one on other ranks is empty.
+    A part is an equal share of the last dim but one.
     """
     *prefix, last = parameter.name.split(".")
     parts, shape = parameter.parts or (last,), parameter.global_shape
@@ -270,7 +270,7 @@ def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[Canonical
 
 
 def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """A view of a block, maybe empty, of a whole tensor."""
+    """A view of a block, maybe empty."""
     for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
         whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
     return whole
@@ -286,8 +286,7 @@ class _Slot:
     """Where one parameter lies in its unit's buffers.
 
     The communication buffer has a row a rank and in it `width` columns for the parameter. Split
-    along dim 0, the columns of all rows in order are the whole tensor, so full buffers have room
-    for as many.
+    along dim 0, they are the whole tensor row by row, so full buffers have room for as many.
     """
 
     def __init__(
@@ -315,7 +314,7 @@ class _Slot:
         return row[self.column :][: prod(self.block_shape)].view(self.block_shape)
 
     def views(self, buffer: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs that hold the same: of a full buffer, of `rows [ranks, from column on]`."""
+        """Equal parts of a full buffer and of `rows [ranks, from column on]`."""
         columns = rows[:, : self.width]
         if self.dim == 0:
             yield buffer[: columns.numel()].view(columns.shape), columns

@@ -1,4 +1,4 @@
-"""What stands between the backward and the optimizer: one token count, one norm, one check.
+"""What stands between backward and optimizer: one token count, one norm, one check.
 
     count_targets    N = non-ignored targets of the global batch, by which every loss is divided
     global_norm      sqrt(sum over all elements of all gradients of g^2), replicas counted once
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pith_engine.contract import IGNORED_TARGET, Batch
+from pith_engine.contract import Batch
 from pith_engine.fsdp import ShardedParameter
 from pith_engine.mesh import Mesh
 from pith_engine.runtime import all_reduce, gather_objects
@@ -23,8 +23,8 @@ from pith_engine.runtime import all_reduce, gather_objects
 
 def count_targets(batches: Iterable[Batch], mesh: Mesh) -> int:
     """Non-ignored targets of the global batch."""
-    counts = [(batch.targets != IGNORED_TARGET).sum() for batch in batches]
-    return int(all_reduce(torch.stack(counts).sum(), mesh.data).item())
+    counts = [batch.counted.sum() for batch in batches]
+    return int(all_reduce(torch.stack(counts).sum(), mesh.data))
 
 
 def global_norm(parameters: Sequence[ShardedParameter], mesh: Mesh) -> Tensor:
@@ -51,9 +51,9 @@ def raise_if_not_finite(
     parameters: Sequence[ShardedParameter], norm: Tensor, step: int, mesh: Mesh
 ) -> None:
     """FloatingPointError on every rank, naming the parameters, if the norm is NaN or infinite."""
-    if torch.isfinite(norm).item():
+    if torch.isfinite(norm):
         return
-    where = _not_finite([(parameter.name, parameter.grad) for parameter in parameters], mesh)
+    where = _not_finite({parameter.name: parameter.grad for parameter in parameters}, mesh)
     where = where or "no parameter: the norm itself overflows"
     raise FloatingPointError(f"step {step}: gradient not finite in {where}; no update is applied")
 
@@ -61,15 +61,15 @@ def raise_if_not_finite(
 class NanFinder(TorchFunctionMode):
     """While active, the first operation that makes a NaN out of none raises a FloatingPointError.
 
-    Python's backward functions are watched too, those inside autograd not.
+    It sees Python's backward functions, not those inside autograd.
     """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, then look at what it made."""
+        """Run an operation and look at its result."""
         made = function(*args, **(kwargs or {}))
-        name = getattr(function, "__name__", "")
+        name = str(function.__name__)
         # Memory that is not written yet may hold anything.
         if "empty" not in name and _has_nan(made) and not _has_nan([args, kwargs]):
             raise FloatingPointError(f"{name} makes a NaN of operands without one")
@@ -87,15 +87,15 @@ def raise_if_weights_not_finite(
     parameters: Sequence[ShardedParameter], step: int, mesh: Mesh
 ) -> None:
     """FloatingPointError on every rank, naming the parameters, if a weight is NaN or infinite."""
-    where = _not_finite([(parameter.name, parameter.shard) for parameter in parameters], mesh)
+    where = _not_finite({parameter.name: parameter.shard for parameter in parameters}, mesh)
     if where:
         raise FloatingPointError(f"step {step}: weights not finite in {where}; nothing is saved")
 
 
-def _not_finite(tensors: list[tuple[str, Tensor]], mesh: Mesh) -> str:
+def _not_finite(tensors: dict[str, Tensor], mesh: Mesh) -> str:
     """The first tensors of all ranks with elements that are not finite."""
     found = []
-    for name, tensor in tensors:
+    for name, tensor in tensors.items():
         if bad := tensor.numel() - int(torch.isfinite(tensor).sum()):
             found.append(f"{name} on rank {mesh.rank} ({bad} elements)")
     everywhere = [entry for entries in gather_objects(found, mesh.world) for entry in entries]

@@ -4,7 +4,7 @@ Each canonical tensor, and each expert of a stack, is drawn whole in fp32 on the
 
     values = std * normal(seed = hash(seed, name, expert), shape = the whole tensor)
 
-and cut to this rank's block. The trap: CPUs and GPUs have different generators, so their runs start
+and cut to this rank's block. The trap: the generators of CPUs and GPUs differ, so their runs start
 alike only from a checkpoint.
 """
 
@@ -19,7 +19,7 @@ from pith_engine.fsdp import CanonicalBlock, ShardedParameter, canonical_blocks,
 
 @torch.no_grad()
 def initialise(parameters: Iterable[ShardedParameter], seed: int) -> None:
-    """Fill every shard: normal with the declared std; without one, 1 for norms and 0 for others."""
+    """Fill every shard: normal with the declared std; without one, 1 for norms, else 0."""
     for parameter in parameters:
         if parameter.std is None:
             parameter.shard.fill_(1.0 if parameter.role is Role.NORM else 0.0)
@@ -30,7 +30,7 @@ def initialise(parameters: Iterable[ShardedParameter], seed: int) -> None:
 
 
 def tensor_seed(seed: int, name: str, expert: int | None) -> int:
-    """63-bit seed of one canonical tensor's generator, or of one expert's."""
+    """63-bit seed of a canonical tensor's generator, or of one expert's."""
     key = f"{seed}\n{name}\n{'' if expert is None else expert}"
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

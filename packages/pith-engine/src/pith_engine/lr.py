@@ -9,7 +9,7 @@ With step t from 1, total steps S, warmup steps W, decay steps D and final ratio
     wsd       t >  S - D    1 - (1 - r) * (t - (S - D)) / D, and 1 before     (arXiv 2404.06395)
 
 WSD (warmup, stable, decay) decays linearly (arXiv 2405.18392); its stable part ignores S, so a run
-can be prolonged. Where its warmup and decay meet, the smaller factor holds.
+can be prolonged. Where warmup and decay meet, the smaller factor holds.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from pith_engine.violations import raise_violations
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateConfig:
-    """The learning rate over the steps of a run."""
+    """The learning rate of each step of a run."""
 
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     """What follows the warmup."""
@@ -36,32 +36,28 @@ class LearningRateConfig:
 
     def violations(self) -> list[str]:
         """What is out of range or of another schedule, a line each."""
-        found = []
+        found, ratio, decay = [], self.final_ratio, self.decay_steps
         if self.schedule not in ("constant", "cosine", "wsd"):
             found.append(f"lr.schedule is {self.schedule!r}; allowed are constant, cosine, wsd")
         if not (isfinite(self.peak) and self.peak > 0):
             found.append(f"lr.peak is {self.peak}; allowed are finite rates above 0, e.g. 3e-4")
         if self.warmup_steps < 0:
             found.append(f"lr.warmup_steps is {self.warmup_steps}; allowed are 0 and more")
-        if self.final_ratio is not None and not 0 <= self.final_ratio <= 1:
-            found.append(f"lr.final_ratio is {self.final_ratio}; allowed are 0 to 1")
-        if self.schedule == "constant" and self.final_ratio is not None:
-            found.append(
-                f"lr.final_ratio is {self.final_ratio} but schedule constant never decays; set "
-                "--lr.final-ratio None or use cosine or wsd"
-            )
-        if self.schedule == "wsd" and (self.decay_steps is None or self.decay_steps < 1):
-            found.append(f"lr.decay_steps is {self.decay_steps}; schedule wsd needs 1 or more")
-        if self.schedule != "wsd" and self.decay_steps is not None:
-            found.append(
-                f"lr.decay_steps is {self.decay_steps} but only schedule wsd has a decay of its "
-                "own; set --lr.decay-steps None or use wsd"
-            )
+        if ratio is not None and not 0 <= ratio <= 1:
+            found.append(f"lr.final_ratio is {ratio}; allowed are 0 to 1")
+        if self.schedule == "constant" and ratio is not None:
+            fix = "set --lr.final-ratio None or use cosine or wsd"
+            found.append(f"lr.final_ratio is {ratio} but schedule constant never decays; {fix}")
+        if self.schedule == "wsd" and (decay is None or decay < 1):
+            found.append(f"lr.decay_steps is {decay}; schedule wsd needs 1 or more")
+        if self.schedule != "wsd" and decay is not None:
+            fix = "set --lr.decay-steps None or use wsd"
+            found.append(f"lr.decay_steps is {decay} but only schedule wsd reads it; {fix}")
         return found
 
 
 def learning_rate(config: LearningRateConfig, step: int, total_steps: int) -> float:
-    """The rate of one step, from 1 to `total_steps`; a ValueError outside, or for a wrong field."""
+    """The rate of a step, from 1 to `total_steps`; a ValueError outside or for a wrong field."""
     raise_violations(config.violations(), "learning rate")
     if not 1 <= step <= total_steps:
         raise ValueError(f"step is {step}; allowed are 1 to total_steps {total_steps}")
@@ -79,5 +75,5 @@ def learning_rate(config: LearningRateConfig, step: int, total_steps: int) -> fl
 
 
 def reaches_peak(config: LearningRateConfig, total_steps: int) -> bool:
-    """Whether warmup and decay leave a step for the peak rate; a short trial may have none."""
+    """Whether warmup and decay leave a step for the peak rate."""
     return max(1, config.warmup_steps) + (config.decay_steps or 0) <= total_steps

@@ -4,10 +4,9 @@ Ranks are numbered with the axes (pp, dp, cp, ep) from outer to inner,
 
     rank = ((pp * DP + dp) * CP + cp) * EP + ep
 
-so ep neighbours, who exchange most, are adjacent. EP ranks read different data; CP ranks share a
-sequence. torch's DeviceMesh needs a process group and gives no second communicator over the same
-ranks. The trap: every rank of the *default* group must call `Mesh.create`, those beyond the mesh
-too, because torch creates groups collectively.
+so ep neighbours, who exchange most, are adjacent. torch's DeviceMesh needs a process group and
+gives no second communicator over the same ranks. The trap: every rank of the *default* group must
+call `Mesh.create`, those beyond the mesh too, because torch creates groups collectively.
 """
 
 import re
@@ -30,11 +29,11 @@ class MeshConfig:
     pp: int = 1
     """Pipeline stages; the model is cut into twice as many chunks."""
     dp: int = 1
-    """Data-parallel ranks, over which parameters are sharded unless `sharding` replicates them."""
+    """Data-parallel ranks; they shard parameters unless `sharding` replicates them."""
     cp: int = 1
     """Ranks that share one sequence."""
     ep: int = 1
-    """Ranks that share a layer's experts and are data-parallel for everything else."""
+    """Ranks that share a layer's experts and read different data."""
 
     def violations(self) -> list[str]:
         """A line for each axis without ranks."""
@@ -64,9 +63,7 @@ class MeshConfig:
 
 def parse_mesh(label: str) -> MeshConfig:
     """Read a `MeshConfig.label`, axes in any order."""
-    if label == "single":
-        return MeshConfig()
-    parts = label.split("-")
+    parts = [] if label == "single" else label.split("-")
     axis = re.compile(r"(pp|dp|cp|ep)[1-9][0-9]*")
     sizes = {part[:2]: int(part[2:]) for part in parts if axis.fullmatch(part)}
     if len(sizes) < len(parts):
@@ -76,16 +73,16 @@ def parse_mesh(label: str) -> MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """Ranks that differ in one axis, or in a product of axes, alone."""
+    """Ranks that differ in one axis, or in several, alone."""
 
     name: str
     """For messages, such as `ep`."""
     size: int
     """Number of ranks."""
     rank: int
-    """This rank's position among them."""
+    """This one's position."""
     ranks: tuple[int, ...]
-    """Their global ranks, in axis order."""
+    """Global ranks, in axis order."""
     group: distributed.ProcessGroup | None
     """None for one rank, or for a mesh made from sizes alone."""
 
@@ -97,7 +94,7 @@ class Mesh:
     config: MeshConfig
     """The sizes."""
     rank: int
-    """This rank in the mesh, and globally."""
+    """This rank, in the mesh and globally."""
     pp: Axis
     """Pipeline stages."""
     dp: Axis
@@ -107,7 +104,7 @@ class Mesh:
     ep: Axis
     """Ranks that share a layer's experts."""
     ep_backward: Axis
-    """A second communicator: a backward does not queue behind a forward."""
+    """A second communicator, so that a backward does not queue behind a forward."""
     data: Axis
     """dp x cp x ep."""
     expert_data: Axis
@@ -119,12 +116,12 @@ class Mesh:
 
     @classmethod
     def single(cls) -> "Mesh":
-        """The mesh of one process; needs no process group."""
+        """The mesh of one process."""
         return cls.plan(MeshConfig(), 0)
 
     @classmethod
     def plan(cls, config: MeshConfig, rank: int) -> "Mesh":
-        """A mesh without groups, for planning."""
+        """A mesh without groups, for one process or for planning."""
         raise_violations(config.violations(), "mesh")
         if not 0 <= rank < config.world_size:
             raise ValueError(f"rank {rank} of mesh {config.label}: 0 to {config.world_size - 1}")
@@ -139,11 +136,10 @@ class Mesh:
                 f"mesh {config.label} needs {config.world_size} processes, {running} are running"
             )
         groups = {}
-        for name in _MEMBERS:
-            for rank in range(config.world_size):
-                key = name == "ep_backward", _ranks_of(name, config, rank)
-                if len(key[1]) > 1 and key not in groups:
-                    groups[key] = distributed.new_group(list(key[1]), timeout=timeout)
+        for name, rank in product(_MEMBERS, range(config.world_size)):
+            key = name == "ep_backward", _ranks_of(name, config, rank)
+            if len(key[1]) > 1 and key not in groups:
+                groups[key] = distributed.new_group(list(key[1]), timeout=timeout)
         rank = distributed.get_rank()
         if rank >= config.world_size:
             return None
@@ -180,58 +176,31 @@ def mesh_violations(
 ) -> list[str]:
     """What keeps a mesh from training a model on `world_size` processes, a line each.
 
-    `num_experts` (0: dense) are those of a layer, `num_micro_batches` those of a global step.
+    `num_experts` of a layer (0: dense), `num_micro_batches` of a global step.
     """
-    model = (num_experts, num_layers, num_micro_batches, sequence_length)
-    wrong = _model_violations(config, model)
-    if config.world_size == world_size:
-        return wrong
-    sizes = " x ".join(f"{n} {s}" for n, s in config.sizes.items())
-    fits = ", ".join(mesh.label for mesh in feasible_meshes(world_size, *model)) or "none"
-    first = (
-        f"mesh: {sizes} = {config.world_size} processes, but {world_size} run; "
-        f"meshes that fit {world_size}: {fits}"
-    )
-    return [first, *wrong]
-
-
-def feasible_meshes(
-    world_size: int, num_experts: int, num_layers: int, num_micro_batches: int, sequence_length: int
-) -> list[MeshConfig]:
-    """All meshes of `world_size` processes that can train the model."""
-    sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    meshes = [
-        MeshConfig(pp=pp, dp=dp, cp=cp, ep=ep)
-        for pp, cp, ep, dp in product(sizes, repeat=4)
-        if pp * cp * ep * dp == world_size
-    ]
-    model = (num_experts, num_layers, num_micro_batches, sequence_length)
-    return [mesh for mesh in meshes if not _model_violations(mesh, model)]
-
-
-def _model_violations(config: MeshConfig, model: tuple[int, int, int, int]) -> list[str]:
-    num_experts, num_layers, num_micro_batches, sequence_length = model
     wrong = []
+    if config.world_size != world_size:
+        sizes = " x ".join(f"{n} {s}" for n, s in config.sizes.items())
+        meshes = feasible_meshes(
+            world_size, num_experts, num_layers, num_micro_batches, sequence_length
+        )
+        wrong.append(
+            f"mesh: {sizes} = {config.world_size} processes, but {world_size} run; meshes that fit "
+            f"{world_size}: {', '.join(mesh.label for mesh in meshes) or 'none'}"
+        )
     num_blocks = 2 * config.cp if config.cp > 1 else 1
     if sequence_length % num_blocks:
         below = sequence_length // num_blocks * num_blocks
         valid = ", ".join(str(n) for n in (below, below + num_blocks) if n > 0)
         wrong.append(
-            f"mesh.cp = {config.cp} cuts a sequence into 2 x cp = {num_blocks} blocks, which does "
-            f"not divide train.sequence_length {sequence_length}; nearest valid lengths: {valid}"
+            f"mesh.cp = {config.cp} cuts a sequence into 2 x cp = {num_blocks} blocks, no divisor "
+            f"of train.sequence_length {sequence_length}; nearest valid lengths: {valid}"
         )
-    if num_experts == 0 and config.ep > 1:
-        wrong.append(f"mesh.ep = {config.ep}: the model has no experts; use mesh.dp")
-    if num_experts % config.ep:
-        valid = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
-        wrong.append(
-            f"mesh.ep = {config.ep} does not divide the {num_experts} experts of a layer; "
-            f"valid: {valid}"
-        )
+    wrong += expert_violations(num_experts, config.ep)
     if num_layers < 2 * config.pp:
         wrong.append(
-            f"mesh.pp = {config.pp} cuts the model into {2 * config.pp} chunks, but it has "
-            f"{num_layers} layers; at most {num_layers // 2}"
+            f"mesh.pp = {config.pp} cuts {num_layers} layers into {2 * config.pp} chunks; at most "
+            f"{num_layers // 2}"
         )
     step = config.num_batch_ranks
     least = 2 * config.pp * step
@@ -243,6 +212,39 @@ def _model_violations(config: MeshConfig, model: tuple[int, int, int, int]) -> l
             "train.micro_batch"
         )
     return wrong
+
+
+def feasible_meshes(
+    world_size: int, num_experts: int, num_layers: int, num_micro_batches: int, sequence_length: int
+) -> list[MeshConfig]:
+    """All meshes of `world_size` processes that can train the model."""
+    sizes = _divisors(world_size)
+    meshes = [
+        MeshConfig(pp=pp, dp=dp, cp=cp, ep=ep)
+        for pp, cp, ep, dp in product(sizes, repeat=4)
+        if pp * cp * ep * dp == world_size
+    ]
+    model = {
+        "num_experts": num_experts,
+        "num_layers": num_layers,
+        "num_micro_batches": num_micro_batches,
+        "sequence_length": sequence_length,
+    }
+    return [mesh for mesh in meshes if not mesh_violations(mesh, world_size=world_size, **model)]
+
+
+def expert_violations(num_experts: int, ep: int) -> list[str]:
+    """A line unless the ep axis can share the experts of a layer."""
+    if num_experts == 0 and ep > 1:
+        return [f"mesh.ep = {ep}: the model has no experts; use mesh.dp"]
+    if num_experts % ep == 0:
+        return []
+    valid = ", ".join(map(str, _divisors(num_experts)))
+    return [f"mesh.ep = {ep} does not divide the {num_experts} experts of a layer; valid: {valid}"]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 _MEMBERS: dict[str, tuple[tuple[str, ...], str]] = {

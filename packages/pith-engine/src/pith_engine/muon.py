@@ -7,8 +7,8 @@ For a matrix w [R, C] with gradient g, momentum m and mu = `momentum`:
     w <- w - lr * wd * w - lr * 0.2 * sqrt(max(R, C)) * x               (arXiv 2502.16982, eq. 4)
 
 The scale gives x the RMS of AdamW's updates, so learning rate and decay carry over. x has the dtype
-that layers compute in (bf16 in torch.optim.Muon, the oracle). A matrix is a canonical one, every
-expert apart. Whole ones are updated where they are; one that is spread over an axis has an owner:
+that layers compute in (bf16 in torch.optim.Muon). A matrix is a canonical one, every expert apart.
+Whole ones are updated where they are; one that is spread over an axis has an owner:
 
     1. every rank: u of its pieces   --all-to-all-->   owners
     2. owners: x, of matrices of one shape together
@@ -24,6 +24,7 @@ from itertools import groupby
 from math import prod, sqrt
 
 import torch
+from pith_ops.device import accumulation_dtype
 from torch import Tensor
 
 from pith_engine.fsdp import ShardedParameter, blocks_of_rank, canonical_blocks, cut_block
@@ -37,27 +38,27 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """The quintic's coefficients (Jordan)."""
 NUM_ITERATIONS = 5
 SMALLEST_NORM = 1e-7
-"""Least divisor of u (Jordan); zero stays zero."""
+"""Least divisor of u (Jordan)."""
 UPDATE_RMS = 0.2
 """RMS of AdamW's updates in training (arXiv 2502.16982, section 2.2)."""
 CHUNK_ELEMENTS = 2**25
-"""Elements that a rank owns at a time: 64 MiB in bf16, enough to hide launches of kernels."""
+"""Elements that a rank owns at a time: 64 MiB in bf16, enough to hide launches."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Piece:
-    """This rank's part of one matrix, maybe empty, or a stack of whole ones."""
+    """This rank's part of a matrix, maybe empty, or a stack of whole ones."""
 
     shard: Tensor
     grad: Tensor
     momentum: Tensor
     shape: tuple[int, int]
-    """[R, C] of a whole matrix."""
+    """[R, C] of the whole."""
     places: list[tuple[tuple[int, ...], tuple[int, ...]]]
     """Offsets and shape of each rank's piece; empty for whole matrices."""
 
     def direction(self, mu: float) -> Tensor:
-        """u, once a step: it updates the momentum."""
+        """u; updates the momentum."""
         self.momentum.lerp_(self.grad, 1 - mu)
         return self.grad.lerp(self.momentum, mu)
 
@@ -67,7 +68,7 @@ class _Piece:
 
 
 class Muon:
-    """Muon where `Role.uses_muon`, AdamW for the others, on one rank."""
+    """Muon where `Role.uses_muon`, AdamW for the others."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class Muon:
             self._step_spread(axis, owned_by, lr)
 
     def _step_spread(self, axis: Axis, owned_by: list[list[_Piece]], lr: float) -> None:
-        """One chunk; each rank owns matrices of a shape in a row."""
+        """One chunk; an owner's matrices of a shape follow each other."""
         held = [piece for owned in owned_by for piece in owned]
         mine, ranks = owned_by[axis.rank], range(axis.size)
         sent_sizes = [sum(m.shard.numel() for m in owned) for owned in owned_by]
@@ -159,13 +160,12 @@ class Muon:
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Newton-Schulz on each matrix of `[n, R, C]`: singular values become about 0.7 to 1.2."""
+    """Newton-Schulz on each of `[n, R, C]`: singular values become about 0.7 to 1.2."""
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
     # Not `vector_norm`, which is inexact on a CPU (see `global_norm`).
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norm = x.square().sum((-2, -1), keepdim=True, dtype=wide).sqrt()
+    norm = x.square().sum((-2, -1), keepdim=True, dtype=accumulation_dtype(x.dtype)).sqrt()
     x = x / norm.clamp(min=SMALLEST_NORM).to(x.dtype)
     for _ in range(NUM_ITERATIONS):
         s = x @ x.mT
@@ -180,7 +180,7 @@ def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _pieces(parameter: ShardedParameter, momentum: Tensor, chunk_elements: int) -> Iterator[_Piece]:
-    """Stacks of whole matrices, cut to `chunk_elements`, and pieces of spread ones."""
+    """Stacks of whole matrices, up to `chunk_elements`, and pieces of spread ones."""
     assert parameter.shard.dim() in (2, 3), f"{parameter.name}: a matrix or a stack of matrices"
     tensors = parameter.shard, parameter.grad, momentum
     mine = zip(*(canonical_blocks(parameter, tensor) for tensor in tensors), strict=True)

@@ -3,9 +3,9 @@
     m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
     w <- w - lr * wd * w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-Weight decay acts on matrices only (`Role.is_decayed`). All is elementwise, so a mesh changes
-nothing. torch's fused kernel is called as a function: a checkpoint needs moments, named like the
-parameters, before the first step.
+Weight decay wd acts where `Role.is_decayed`. All is elementwise, so a mesh changes nothing. torch's
+fused kernel is called as a function: a checkpoint needs moments, named like the parameters, before
+the first step.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from pith_engine.violations import raise_violations
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Which optimizer, and its constants but for the learning rate."""
+    """Which optimizer, and its constants."""
 
     method: Literal["adamw", "muon"] = "adamw"
     """`muon`: Muon for matrices, AdamW for embedding, head, router, norms and biases."""
@@ -59,7 +59,7 @@ class OptimizerConfig:
 
 
 def check_optimizer(parameters: Sequence[ShardedParameter], config: OptimizerConfig) -> None:
-    """ValueError for constants out of range and for two parameters of one name."""
+    """ValueError for constants out of range or two parameters of one name."""
     wrong = config.violations()
     if len({parameter.name for parameter in parameters}) < len(parameters):
         wrong.append("two parameters have one name")
@@ -71,8 +71,7 @@ def describe_groups(groups: dict[str, list[ShardedParameter]], mesh: Mesh) -> st
 
     A stack of experts is one tensor, gate and up are two.
     """
-    tensors: Counter[str] = Counter()
-    elements: Counter[str] = Counter()
+    tensors, elements = Counter[str](), Counter[str]()
     for method, members in groups.items():
         for p in members:
             row = f"{method:<10} {p.role.value:<14}"
@@ -85,7 +84,7 @@ def describe_groups(groups: dict[str, list[ShardedParameter]], mesh: Mesh) -> st
 
 
 class AdamW:
-    """The optimizer of one rank; `num_steps` counts updates, a resumed run sets it."""
+    """The optimizer of one rank; a resumed run sets `num_steps`, the updates so far."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], config: OptimizerConfig):
         check_optimizer(parameters, config)
@@ -102,7 +101,7 @@ class AdamW:
         return {"adamw": self._parameters}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Stored name -> `exp_avg` and `exp_avg_sq`: live tensors, shaped like the shard."""
+        """Stored name -> `exp_avg` and `exp_avg_sq`: live, shaped like the shard."""
         return self._moments
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """How many layers each pipeline chunk holds, by cost.
 
-Rank r holds chunks r and `2 * pp - 1 - r`, so rank 0 also carries the head, which for a large
+Rank 0, which holds the first and the last chunk, also carries the head, which for a large
 vocabulary weighs several layers. The pipeline is limited by
 
     minimise   max over ranks r of  cost(chunk r) + cost(chunk 2 pp - 1 - r)
@@ -20,7 +20,7 @@ from pith_engine.schedule import chunk_rank
 from pith_engine.violations import raise_violations
 
 PRECISION = 1e-9
-"""Relative difference of costs that counts as none, far above rounding."""
+"""Relative difference of costs that counts as none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class ChunkCost:
     """One chunk of a partition."""
 
     chunk: int
-    """Number of the chunk."""
+    """Its number."""
     rank: int
     """The pp rank that holds it."""
     first_layer: int
@@ -36,14 +36,14 @@ class ChunkCost:
     num_layers: int
     """Layers it holds."""
     cost: float
-    """Of its layers, and of the head in the last chunk."""
+    """Of these, and of the head in the last chunk."""
 
 
 @cache
 def layers_per_chunk(
     layer_costs: tuple[float, ...], num_chunks: int, head_cost: float
 ) -> tuple[int, ...]:
-    """Layers of each of `2 * pp` chunks that load the fullest rank least; costs in any one unit."""
+    """Layers of `2 * pp` chunks that load the fullest rank least; costs in any one unit."""
     if num_chunks < 2 or num_chunks % 2:
         raise ValueError(f"num_chunks is {num_chunks}; allowed are 2 * pp with pp >= 1")
     if len(layer_costs) < num_chunks:
@@ -51,8 +51,8 @@ def layers_per_chunk(
             f"{len(layer_costs)} layers cannot fill num_chunks = {num_chunks}; "
             f"use pp of at most {len(layer_costs) // 2}"
         )
-    if min(*layer_costs, head_cost) < 0:
-        raise ValueError(f"costs must not be negative: {min(*layer_costs, head_cost)}")
+    if (least := min(*layer_costs, head_cost)) < 0:
+        raise ValueError(f"costs must not be negative: {least}")
     costs = [*layer_costs]
     costs[-1] += head_cost
     sums = (0.0, *accumulate(costs))
@@ -73,15 +73,13 @@ def layers_per_chunk(
 def chunk_costs(
     layers: tuple[int, ...], layer_costs: tuple[float, ...], head_cost: float
 ) -> tuple[ChunkCost, ...]:
-    """What every chunk costs; ValueError for `partition_violations`."""
+    """The cost of every chunk; ValueError for `partition_violations`."""
     pp = max(1, (len(layers) + 1) // 2)
     raise_violations(partition_violations(layers, pp, len(layer_costs)), "partition")
     chunks = []
     for chunk, (num_layers, last) in enumerate(zip(layers, accumulate(layers), strict=True)):
-        first = last - num_layers
-        cost = sum(layer_costs[first:last])
-        cost += head_cost if chunk == len(layers) - 1 else 0
-        rank = chunk_rank(chunk, pp)
+        first, rank = last - num_layers, chunk_rank(chunk, pp)
+        cost = sum(layer_costs[first:last]) + head_cost * (chunk == len(layers) - 1)
         chunks.append(
             ChunkCost(chunk=chunk, rank=rank, first_layer=first, num_layers=num_layers, cost=cost)
         )
@@ -99,7 +97,7 @@ def partition_violations(layers: tuple[int, ...], pp: int, num_layers: int) -> l
 
 
 def describe_partition(chunks: tuple[ChunkCost, ...]) -> str:
-    """A table of every rank's two chunks and their costs, and the imbalance."""
+    """A table of every rank's chunks and their costs, and the imbalance."""
     total = sum(chunk.cost for chunk in chunks)
     lines = ["rank  chunk  layers     cost share  |  chunk  layers     cost share  |  rank share"]
     pairs = [(first, chunks[-1 - first.chunk]) for first in chunks[: len(chunks) // 2]]
@@ -122,7 +120,7 @@ def _most_loaded_rank(sums: tuple[float, ...], layers: tuple[int, ...]) -> float
 def _fill(
     sums: tuple[float, ...], pp: int, limit: float, *, evenly: bool
 ) -> tuple[int, ...] | None:
-    """Layers per chunk with no rank above `limit`: the first found or the most even, else None.
+    """Layers per chunk with no rank above `limit`, the first found or the most even, or None.
 
     `sums[n]` is the cost of the first n layers.
     """

@@ -7,8 +7,8 @@ For each slot of its row of the table, a rank
     3. runs the action: the operations of `overlap.py` for a forward, a backward, or both,
     4. keeps the results for the other chunk of this rank or for the next exchange.
 
-Only `hidden` and its gradient travel, `[T, H]` in the compute dtype, one shape for the whole run;
-every rank reads the micro-batches itself.
+Only `hidden` and its gradient travel, `[T, H]` in the compute dtype; every rank reads the
+micro-batches itself.
 
 The trap: a batched exchange is a meeting. `check_schedule` proves those of the table; send and
 receive nothing outside it.
@@ -43,12 +43,12 @@ from pith_engine.violations import raise_violations
 
 @dataclass(frozen=True, kw_only=True)
 class StepLosses:
-    """What one step measured over the whole mesh, equal on every rank."""
+    """What a step measured over the whole mesh, equal on every rank."""
 
     loss: float
     """Mean over the targets; 0 when there is none."""
     num_targets: int
-    """How many were counted."""
+    """How many they are."""
     balance: float = 0.0
     """Without coefficient, mean over layers: 1 is even, 0 is off."""
     z_loss: float = 0.0
@@ -86,32 +86,26 @@ class Pipeline:
         self.chunks = {mesh.pp.rank: chunks[0], 2 * mesh.pp.size - 1 - mesh.pp.rank: chunks[1]}
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self.streams = Streams(device)
-        self.moe_layers = [
-            number
-            for chunk in chunks
-            for number, layer in chunk.decoder_layers().items()
-            if layer.num_local_experts
-        ]
+        layers = [item for chunk in chunks for item in chunk.decoder_layers().items()]
+        self.moe_layers = [number for number, layer in layers if layer.num_local_experts]
         self.expert_counts: dict[int, Tensor] = {}
-        """MoE layer here -> `[N]` int64 choices in the latest step's global batch; empty at first.
-        The state of `global-batch` balancing."""
+        """MoE layer here -> `[N]` int64 choices in the latest global batch; empty at first."""
 
     def train_step(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
         """Forward and backward of this rank's micro-batches; gradients are added to `.grad`.
 
-        At least `2 * pp` (else a ValueError), of equal token counts. `num_targets` are the
-        non-ignored targets of the global batch; with 0 nothing is run.
+        At least `2 * pp` (else a ValueError), of equal token counts. `num_targets` is
+        `count_targets` of the step; with 0 nothing is run.
         """
         table = dualpipev(self.mesh.pp.size, len(batches))
         if num_targets == 0:
             return StepLosses(loss=0.0, num_targets=0)
-        scale = torch.tensor(
-            1.0 / num_targets, dtype=accumulation_dtype(self.dtype), device=self.device
-        )
+        dtype = accumulation_dtype(self.dtype)
+        scale = torch.tensor(1.0 / num_targets, dtype=dtype, device=self.device)
         return _Step(self, batches, scale).run(table[self.mesh.pp.rank], num_targets)
 
     def saved_counts(self) -> dict[str, list[int]]:
-        """`expert_counts` of the whole model, as JSON keeps them; all ranks of pp call it."""
+        """`expert_counts` of the whole model, for JSON; all ranks of pp call it."""
         own = {str(layer): counts.tolist() for layer, counts in self.expert_counts.items()}
         return {layer: c for part in gather_objects(own, self.mesh.pp) for layer, c in part.items()}
 
@@ -130,7 +124,7 @@ class Pipeline:
 
 
 class _Step:
-    """The state of one step."""
+    """One step."""
 
     def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], loss_scale: Tensor | None):
         self.pipeline, self.batches, self.loss_scale = pipeline, batches, loss_scale
@@ -160,7 +154,7 @@ class _Step:
         totals = all_reduce(torch.cat([*counts, empty]), mesh.data)
         if self.loss_scale is not None:
             self.pipeline.expert_counts = dict(zip(self.pipeline.moe_layers, totals, strict=True))
-        # Equal on all ranks of `data`: one of them adds its layers, and its worst in a place of pp.
+        # Equal on all ranks of `data`: one adds its layers, and its worst in a place of pp.
         loads = layer_loads(totals)
         own = torch.cat([loads[:, 1:], torch.ones_like(loads[:, :1])], dim=1).sum(0)
         worst = loads.new_zeros(mesh.pp.size)
@@ -184,14 +178,11 @@ class _Step:
             size = (self.batches[transfer.micro_batch].tokens.numel(), pipeline.hidden_size)
             hidden = torch.empty(size, dtype=pipeline.dtype, device=pipeline.device)
             arriving.append((hidden, transfer.peer))
-        started = exchange(
-            [(self.parcels.pop(t.output).contiguous(), t.peer) for t in sends],
-            arriving,
-            pipeline.mesh.pp,
-        )
+        leaving = [(self.parcels.pop(t.output).contiguous(), t.peer) for t in sends]
+        started = exchange(leaving, arriving, pipeline.mesh.pp)
         if receives:
             started.wait_receives()
-            # A rank's exchanges run one after the other, so the earlier ones are over by now.
+            # Exchanges run one after the other: the earlier ones are over.
             self._drop_sent()
         self.started.append(started)
         for transfer, (hidden, _) in zip(receives, arriving, strict=True):
@@ -203,7 +194,8 @@ class _Step:
         self.started.clear()
 
     def _act(self, action: Action) -> None:
-        forward = backward = None
+        forward: ChunkPass | None = None
+        backward: ChunkPass | None = None
         for part in action.parts:
             place = (part.chunk, part.micro_batch)
             match part.kind:
@@ -214,28 +206,7 @@ class _Step:
                     return
                 case _:
                     backward = self.passes.pop(place)
-        self._compute(forward, backward, action.kind is ActionKind.BACKWARD_INPUT)
-
-    def _open(self, chunk: int, micro_batch: int) -> ChunkPass:
-        pipeline, place = self.pipeline, (chunk, micro_batch)
-        opened = ChunkPass(
-            pipeline.chunks[chunk],
-            self.batches[micro_batch],
-            pipeline.mesh,
-            place=place,
-            hidden=self.parcels.pop((TransferKind.HIDDEN, *place)) if chunk > 0 else None,
-            balance=pipeline.balance,
-            loss_scale=self.loss_scale,
-            recompute=pipeline.recompute,
-            previous_counts=pipeline.expert_counts,
-        )
-        if self.loss_scale is not None:
-            self.passes[place] = opened
-        return opened
-
-    def _compute(
-        self, forward: ChunkPass | None, backward: ChunkPass | None, defer_weights: bool
-    ) -> None:
+        defer_weights = action.kind is ActionKind.BACKWARD_INPUT
         if backward is not None and not backward.chunk.is_last:
             backward.output_grad = self.parcels.pop((TransferKind.GRADIENT, *backward.place))
         operations = interleave(
@@ -260,3 +231,20 @@ class _Step:
                 self.parcels[TransferKind.GRADIENT, chunk - 1, micro_batch] = backward.input_grad
             if defer_weights:
                 self.deferred[backward.place] = backward.weight_grads
+
+    def _open(self, chunk: int, micro_batch: int) -> ChunkPass:
+        pipeline, place = self.pipeline, (chunk, micro_batch)
+        opened = ChunkPass(
+            pipeline.chunks[chunk],
+            self.batches[micro_batch],
+            pipeline.mesh,
+            place=place,
+            hidden=self.parcels.pop((TransferKind.HIDDEN, *place)) if chunk > 0 else None,
+            balance=pipeline.balance,
+            loss_scale=self.loss_scale,
+            recompute=pipeline.recompute,
+            previous_counts=pipeline.expert_counts,
+        )
+        if self.loss_scale is not None:
+            self.passes[place] = opened
+        return opened

@@ -1,13 +1,11 @@
 """Processes: joining the group, failing together, and the only wrappers of collectives.
 
-A command finds its peers in torchrun's variables, else in those of `srun`, else it is alone. On
-GPUs the group is `cpu:gloo,cuda:nccl`, so objects and barriers never touch a GPU stream.
-
-A rank that raises prints the place, then its traceback, and exits without draining collectives or
-running exit handlers: its peers see a closed connection and follow within seconds, and the first
-traceback is the cause. Only the main thread's exceptions count.
-
+On GPUs the group is `cpu:gloo,cuda:nccl`, so objects and barriers never touch a GPU stream.
 Collectives take an `Axis` and are the identity when it has one rank.
+
+A rank that raises in its main thread prints the place, then its traceback, and exits without
+draining collectives or running exit handlers: its peers see a closed connection and follow within
+seconds, and the first traceback is the cause.
 """
 
 import os
@@ -39,7 +37,7 @@ class LaunchInfo:
     local_rank: int = 0
     """Rank on this machine."""
     ranks_per_node: int = 1
-    """Processes on this machine."""
+    """Processes on it."""
     has_own_gpu: bool = False
     """Whether the launcher was told to show each process one GPU."""
     init_method: str | None = None
@@ -47,7 +45,7 @@ class LaunchInfo:
 
 
 def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
-    """Read torchrun's variables, else those of a SLURM step; a batch script is one process."""
+    """Read torchrun's variables, else those of a SLURM step (`srun`); without any, one process."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if name not in environ]
@@ -62,7 +60,7 @@ def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
             init_method="env://",
         )
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        # Steps that share a node must not meet, and outgoing connections use ports from 32768.
+        # Steps that share a node must not meet; outgoing connections use ports from 32768.
         step = 16 * int(environ["SLURM_JOB_ID"]) + int(environ.get("SLURM_STEP_ID", "0"))
         port = 20000 + step % 12000
         # The first host of a compressed list: `node[003-005,007],login` -> `node003`.
@@ -82,13 +80,13 @@ def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
 
 
 def local_gpus(launch: LaunchInfo) -> int:
-    """GPUs for the processes of this machine: those seen, or one each if each sees its own."""
+    """GPUs for this machine's processes: those seen, or one each if each sees its own."""
     seen = torch.cuda.device_count()
     return launch.ranks_per_node if launch.has_own_gpu and seen == 1 else seen
 
 
 def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
-    """Join the default group; this process's device, or ValueError if there is none."""
+    """Join the default group; this process's device, ValueError if there is none."""
     launch = read_launch(os.environ)
     device = torch.device("cpu")
     if device_type == "cuda":
@@ -121,7 +119,7 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
     """Use every communicator once as a step does.
 
     NCCL connects two ranks at their first transfer in each direction, and the host blocks until
-    both ask for it: a deadlock in a step, where one may first wait for another transfer.
+    both ask for it: a deadlock where one first waits for another transfer, as in a step.
     """
     axes = (mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.ep_backward, mesh.data, mesh.expert_data)
     for axis in (*axes, mesh.dense_shards, mesh.world):
@@ -132,13 +130,13 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
     neighbours = [r for r in (mesh.pp.rank - 1, mesh.pp.rank + 1) if 0 <= r < mesh.pp.size]
     others = [r for r in range(mesh.cp.size) if r != mesh.cp.rank]
     for axis, peers in ((mesh.pp, neighbours), (mesh.cp, others)):
-        sends = [(torch.zeros(1, device=device), peer) for peer in peers]
-        receives = [(torch.zeros(1, device=device), peer) for peer in peers]
+        sent, received = torch.zeros(2, len(peers), 1, device=device)
+        sends, receives = (list(zip(x, peers, strict=True)) for x in (sent, received))
         exchange(sends, receives, axis).wait_sends()
 
 
 def set_seeds(seed: int) -> None:
-    """Seed Python, numpy and torch; weights and data order do not depend on it."""
+    """Seed global generators; weights and data order do not use them."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -164,8 +162,8 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
 def _report(error: BaseException) -> str:
     """Where and what, in one line, then the whole traceback.
 
-    An operator refuses its operands for its caller's sake: the place is the innermost frame of ours
-    outside `pith_ops` and watchers of operations.
+    The place is our innermost frame outside watchers of operations and `pith_ops`, whose callers
+    chose the operands.
     """
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if frame.name != "__torch_function__"]
@@ -211,20 +209,20 @@ def reduce_scatter(output: Tensor, input: Tensor, axis: Axis) -> None:
 def all_to_all(
     output: Tensor,
     input: Tensor,
-    output_sizes: Sequence[int],
-    input_sizes: Sequence[int],
+    output_sizes: list[int],
+    input_sizes: list[int],
     axis: Axis,
 ) -> None:
-    """Send and receive consecutive blocks of rows, whose sizes may be 0; `output` is contiguous."""
+    """Exchange consecutive blocks of rows, sizes from 0; `output` is contiguous."""
     if axis.size == 1:
         output.copy_(input)
     else:
-        sizes = list(output_sizes), list(input_sizes)
+        sizes = output_sizes, input_sizes
         distributed.all_to_all_single(output, input.contiguous(), *sizes, group=_group(axis))
 
 
 class Exchange:
-    """Transfers under way, and their tensors until they are waited for."""
+    """Transfers under way and their tensors."""
 
     def __init__(
         self, receives: list[distributed.Work], sends: list[distributed.Work], tensors: list[Tensor]
@@ -250,13 +248,13 @@ def exchange(
 ) -> Exchange:
     """Start transfers `(contiguous tensor, axis rank)` as a batch that no order of ranks blocks."""
     ops = [
-        distributed.P2POp(distributed.irecv, t, axis.ranks[r], _group(axis)) for t, r in receives
+        distributed.P2POp(operation, tensor, axis.ranks[rank], _group(axis))
+        for operation, transfers in ((distributed.irecv, receives), (distributed.isend, sends))
+        for tensor, rank in transfers
     ]
-    ops += [distributed.P2POp(distributed.isend, t, axis.ranks[r], _group(axis)) for t, r in sends]
     works = distributed.batch_isend_irecv(ops) if ops else []
     # NCCL gives one handle for the whole batch; it counts as a receive if there is any.
-    tensors = [tensor for tensor, _ in (*receives, *sends)]
-    return Exchange(works[: len(receives)], works[len(receives) :], tensors)
+    return Exchange(works[: len(receives)], works[len(receives) :], [op.tensor for op in ops])
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
@@ -268,9 +266,9 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     return values
 
 
-def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
-    """The picklable value of axis rank `source`, on every rank."""
-    return gather_objects(value, axis)[source]
+def broadcast_object(value: Any, axis: Axis) -> Any:
+    """The picklable value of axis rank 0, on every rank."""
+    return gather_objects(value, axis)[0]
 
 
 def barrier(axis: Axis) -> None:
@@ -281,7 +279,7 @@ def barrier(axis: Axis) -> None:
 def _group(axis: Axis) -> distributed.ProcessGroup:
     if axis.group is None:
         raise RuntimeError(
-            f"axis {axis.name} of {axis.size} ranks has no group: its mesh was made from sizes "
-            "alone; use Mesh.create"
+            f"axis {axis.name} of {axis.size} ranks has no group: its mesh comes from sizes alone; "
+            "use Mesh.create"
         )
     return axis.group

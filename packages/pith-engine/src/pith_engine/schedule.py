@@ -2,7 +2,7 @@
 
 Rank r holds chunks r and `2 * pp - 1 - r` of `2 * pp`, a V: rank 0 embeds and takes the loss, and
 the last rank passes on without a transfer. `dualpipev` is DeepSeek's DualPipeV
-(https://github.com/deepseek-ai/DualPipe, from arXiv 2412.19437); `forward_only` is for evaluation.
+(https://github.com/deepseek-ai/DualPipe, from arXiv 2412.19437).
 
 Before the action of slot k a rank issues one batched exchange: the sends of slot k-1 and the
 receives of slot k, for which the action waits even if a later slot uses them. One more follows the
@@ -12,7 +12,7 @@ The trap: a batched exchange is a meeting. NCCL runs the batches of a rank one a
 until all its transfers are done, so a receive posted late holds up everything behind its send, and
 crossing meetings, as of receives posted just before they are needed, deadlock. So a receive stands
 before the first action that, at unit costs, starts no earlier than the sender is done: no rank then
-waits longer than for the data itself (`simulate.py`).
+waits longer than for the data (`simulate.py`).
 """
 
 from bisect import bisect_left
@@ -45,7 +45,7 @@ class Action:
     micro_batch: int
     """Its micro-batch."""
     backward_chunk: int | None = None
-    """OVERLAP only: what runs its BACKWARD."""
+    """OVERLAP only: the one that runs backward."""
     backward_micro_batch: int | None = None
     """Its micro-batch."""
 
@@ -64,24 +64,24 @@ class Action:
 
 
 class TransferKind(Enum):
-    """What travels: hidden states or their gradient."""
+    """What travels."""
 
     HIDDEN = "hidden"
     GRADIENT = "gradient"
 
     @property
     def step(self) -> int:
-        """From the chunk that makes it to the one that consumes it."""
+        """From the chunk that makes it to its consumer."""
         return 1 if self is TransferKind.HIDDEN else -1
 
 
 Output = tuple[TransferKind, int, int]
-"""What an action makes for another: kind, consuming chunk, micro-batch."""
+"""What one action makes for another: kind, consuming chunk, micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A tensor on its way between two ranks, as one of them sees it."""
+    """A tensor on its way, as one of two ranks sees it."""
 
     kind: TransferKind
     """What travels."""
@@ -100,7 +100,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One action with the transfers around it, in order for each peer."""
+    """One action and the transfers around it, in order for each peer."""
 
     action: Action
     """What to compute."""
@@ -111,7 +111,7 @@ class Slot:
 
 
 ScheduleTable = tuple[tuple[Slot, ...], ...]
-"""One row of slots per rank of the pp axis."""
+"""A row of slots for each rank of pp."""
 
 
 def chunk_rank(chunk: int, pp: int) -> int:
@@ -139,26 +139,20 @@ def _inputs(action: Action) -> list[Output]:
     ]
 
 
-def output_source(output: Output, pp: int) -> int:
-    """The pp rank that makes an output."""
-    kind, chunk, _ = output
-    return chunk_rank(chunk - kind.step, pp)
-
-
 @cache
 def dualpipev(pp: int, num_micro_batches: int) -> ScheduleTable:
     """DualPipeV for `pp` ranks; ValueError below `2 * pp` micro-batches."""
     if pp < 1 or num_micro_batches < 2 * pp:
         raise ValueError(
             f"num_micro_batches is {num_micro_batches} with pp {pp}; DualPipeV needs pp >= 1 and "
-            f"at least 2 * pp = {2 * pp} micro-batches: use more micro-batches or a smaller pp"
+            f"at least 2 * pp = {2 * pp}: use more micro-batches or a smaller pp"
         )
     return _with_transfers([_dualpipev_actions(pp, r, num_micro_batches) for r in range(pp)])
 
 
 @cache
 def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
-    """Forwards alone: chunk c runs micro-batch m at time `c + 2 m`.
+    """For evaluation: chunk c runs micro-batch m at time `c + 2 m`.
 
     A rank's chunks differ in parity: it never runs both at once, nor idles after its warm-up.
     """
@@ -204,7 +198,7 @@ def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Actio
 
 
 def _numbered(steps: list[tuple[ActionKind, int]], pp: int) -> list[Action]:
-    """Number the micro-batches of each chunk's forwards and backwards."""
+    """Number the micro-batches of each chunk."""
     forwards, backwards = defaultdict(count), defaultdict(count)
     deferred: deque[tuple[int, int]] = deque()
     actions = []
@@ -236,7 +230,7 @@ def _with_transfers(rows: list[list[Action]]) -> ScheduleTable:
         target = chunk_rank(chunk, pp)
         if target == source:
             continue
-        meets = bisect_left(starts[target], end)  # the first action that starts at `end` or later
+        meets = bisect_left(starts[target], end)
         facts = {"kind": kind, "chunk": chunk, "micro_batch": micro_batch}
         sends[source, slot].append(Transfer(**facts, peer=target))
         receives[target, meets].append(Transfer(**facts, peer=source))

@@ -16,7 +16,6 @@ from pith_engine.schedule import (
     chunk_rank,
     made_outputs,
     needed_outputs,
-    output_source,
 )
 
 
@@ -150,6 +149,12 @@ def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
     unsent = {o for o in made if chunk_rank(o[1], pp) != rank} - sent
     if unsent or received != used:
         raise ValueError(f"rank {rank}: never sent {unsent}, never used {received - used}")
+
+
+def output_source(output: Output, pp: int) -> int:
+    """The pp rank that makes an output."""
+    kind, chunk, _ = output
+    return chunk_rank(chunk - kind.step, pp)
 
 
 def _partners(table: ScheduleTable) -> dict[tuple[int, int], list[tuple[int, int]]]:

@@ -8,14 +8,13 @@ a root. So forward and backward of different micro-batches interleave as `overla
 
 With recomputation a stage keeps its inputs, and its graph is built just before its backward. Those
 of `experts` are the rows that arrived, so no all-to-all is repeated; those of a segment its leaves
-and the expert ids of the forward. Statistics are those of the first run. The last segment keeps its
-graph: its fused loss has no logits to save.
+and the first run's expert ids. The last segment keeps its graph: its fused loss has no logits to
+save.
 
 The gradients of loss and balance roots are 1 / (global target count); nothing is rescaled later.
 
-The trap: when a result is dropped is part of the list (`Operation.frees`), so no tensor that
-communication made may be kept past it: `open_metadata` copies. Only rows kept for recomputation
-are, and `overlap.py` proves when they may be dropped.
+The trap: when a result is dropped is part of the list (`Operation.frees`), so but for rows kept for
+recomputation no tensor that communication made may be kept past it: `open_metadata` copies.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -46,46 +45,45 @@ from pith_engine.expert_parallel import (
     pack_tokens,
     route_tokens,
 )
-from pith_engine.mesh import Axis, Mesh
+from pith_engine.mesh import Mesh
 from pith_engine.overlap import READS, Operation, OperationKind, Recompute, Stream, Value
 
 
 @dataclass(kw_only=True)
 class Segment:
-    """What entered and what left one segment's autograd graph."""
+    """What entered and left one segment's graph."""
 
     leaves: list[Tensor]
     """Combined and residual `[T, H]`; of segment 0 the chunk's input, if any."""
     roots: list[GradientEdge | None] = field(default_factory=list)
-    """Tokens, residual and, with routing, weights and balance; at the end output or loss. As edges,
-    which keep no value alive; None where no gradient goes."""
+    """Tokens, residual and, with routing, weights and balance; at the end output or loss. Edges
+    keep no value alive; None where no gradient goes."""
     residual: Tensor | None = None
     """`[T, H]`, until the next segment takes it."""
     route: Route | None = None
     """None for a dense layer and in the last segment."""
     chosen: Tensor | None = None
-    """`[T, K]` `Routing.chosen` of the first run."""
+    """`Routing.chosen` of the first run."""
     factors: Tensor | None = None
-    """Of `load_factors`, from the first run."""
+    """`load_factors` of the first run."""
 
 
 class Streams:
     """The CUDA streams of `Stream`; on a CPU everything runs in program order."""
 
     def __init__(self, device: torch.device):
-        self._device = device if device.type == "cuda" else None
-        self._comm: dict[Stream, torch.cuda.Stream] = {}
-        if self._device is not None:
-            # Communication kernels are short and on the critical path: they go before compute.
+        self._device, self._comm = device, {}
+        if device.type == "cuda":
+            # Communication kernels are short and on the critical path.
             for stream in (Stream.FORWARD_COMM, Stream.BACKWARD_COMM):
-                self._comm[stream] = torch.cuda.Stream(self._device, priority=-1)
+                self._comm[stream] = torch.cuda.Stream(device, priority=-1)
 
     @contextmanager
     def launch(
         self, stream: Stream, waits: list[torch.cuda.Event], done: list[torch.cuda.Event]
     ) -> Generator[None]:
         """Run the body on `stream` after the events `waits`; append its event to `done`."""
-        if self._device is None:
+        if self._device.type != "cuda":
             yield
             return
         cuda_stream = self._comm.get(stream, torch.cuda.current_stream(self._device))
@@ -100,7 +98,7 @@ class Streams:
 
 @dataclass(eq=False)
 class ChunkPass:
-    """One micro-batch in one chunk: its graphs and what it found."""
+    """One micro-batch in one chunk."""
 
     chunk: ModelChunk
     batch: Batch
@@ -112,7 +110,7 @@ class ChunkPass:
     """The chunk's input `[T, H]`; None for the first chunk."""
     balance: BalanceConfig
     loss_scale: Tensor | None
-    """The scalar 1 / (global target count); None for evaluation, which keeps no graph."""
+    """1 / (global target count); None for evaluation, which keeps no graph."""
     recompute: Recompute = "none"
     previous_counts: Mapping[int, Tensor] = field(default_factory=dict)
     """As in `Pipeline.expert_counts`."""
@@ -122,9 +120,9 @@ class ChunkPass:
         self.layers, self.layer_numbers = list(numbered.values()), list(numbered)
         self.segments: dict[int, Segment] = {}
         self.expert_calls: dict[int, tuple[Tensor, Tensor, Arrival | None]] = {}
-        """Leaf, root and order of the rows of a layer's experts; no order for a dense layer."""
+        """Leaf, root and order (None: dense) of a layer's experts."""
         self.kept_rows: dict[int, tuple[Tensor, Arrival | None]] = {}
-        """What arrived at experts that are to be recomputed."""
+        """What arrived at experts to be recomputed."""
         self.weight_grads = WeightGradQueue()
         self.expert_counts: list[Tensor] = []
         self.auxiliary_sums = self.batch.tokens.new_zeros(2, dtype=torch.float64)
@@ -132,11 +130,11 @@ class ChunkPass:
         self.loss_sum = self.batch.tokens.new_zeros((), dtype=torch.float64)
         self.output: Tensor | None = None
         self.output_grad: Tensor | None = None
-        """What flows along the residual into the next backward segment."""
+        """That of the residual, for the next backward segment."""
         self.input_grad: Tensor | None = None
 
     def forward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Aggregate of layer index - 1, attention of layer index; returns rows to dispatch."""
+        """Aggregate of layer index - 1, attention of layer index; rows to dispatch."""
         segment = self.segments[index] = Segment(leaves=self._segment_leaves(index, arrived))
         if index == len(self.layers):
             root = hidden = self._enter(index, segment.leaves)
@@ -156,27 +154,28 @@ class ChunkPass:
             num_experts = self.layers[index].num_local_experts
             route = segment.route = route_tokens(routing, num_experts, self.mesh.ep)
             # After the host has waited for the counts, not before.
-            counts = count_choices(routing, self.batch, self.balance.method)
+            method = self.balance.method
+            counts = count_choices(routing, self.batch, method)
             self.expert_counts.append(counts.sum(0))
             if self.loss_scale is not None:
                 previous = self.previous_counts.get(self.layer_numbers[index])
-                method, cp = self.balance.method, self.mesh.cp
-                segment.factors = load_factors(method, counts, previous, cp)
+                segment.factors = load_factors(method, counts, previous, self.mesh.cp)
                 self.auxiliary_sums += self._add_balance(segment, routing)
         return pack_tokens(tokens, route), pack_metadata(routing, route)
 
     def exchange(
-        self, index: int, rows: tuple[Tensor, ...], axis: Axis, *, back: bool
+        self, operation: Operation, rows: tuple[Tensor, ...], *, back: bool
     ) -> tuple[Tensor, ...]:
         """All-to-all to a layer's experts or back; the rows of a dense layer stay."""
-        route = self.segments[index].route
+        route = self.segments[operation.index].route
         if route is None:
             return rows
+        axis = self.mesh.ep if operation.kind.is_forward else self.mesh.ep_backward
         sizes = (route.received, route.sent) if back else (route.sent, route.received)
         return tuple(exchange_rows(row, *sizes, axis) for row in rows)
 
     def forward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run the layer's experts on what arrived; returns one partial sum per row."""
+        """Run a layer's experts; one partial sum for each row that arrived."""
         route = self.segments[index].route
         arrival = None if route is None else open_metadata(received[1], route)
         is_kept = self.loss_scale is not None and self.recompute == "none"
@@ -192,18 +191,18 @@ class ChunkPass:
         return (weighted_partial_sums(outputs, arrival.weights, arrival.plan),)
 
     def recompute_segment(self, index: int) -> None:
-        """Build the graph that the forward of an inner segment did without."""
+        """Build the graph of an inner segment."""
         segment = self.segments[index]
         _, _, routing = self._run_segment(index, segment)
         if routing is not None:
             self._add_balance(segment, routing)
 
     def recompute_experts(self, index: int) -> None:
-        """As for a segment; drops the rows kept for it."""
+        """Build the graph of experts from the rows kept for it."""
         self.expert_calls[index] = self._run_experts(index, *self.kept_rows.pop(index))
 
     def backward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Backward of a segment; returns the gradient rows of the layer below it."""
+        """Backward of a segment; gradient rows of the layer below it."""
         segment = self.segments.pop(index)
         assert self.loss_scale is not None, "a pass without a graph has no backward"
         if index == len(self.layers):
@@ -227,7 +226,7 @@ class ChunkPass:
         return (grads[0] if route is None else pack_tokens(grads[0], route),)
 
     def backward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Input gradients of the experts; their weight gradients go to `weight_grads`."""
+        """Input gradients of the experts; weight gradients go to `weight_grads`."""
         leaf, root, arrival = self.expert_calls.pop(index)
         if arrival is None:
             torch.autograd.backward([root], [received[0]])
@@ -241,8 +240,7 @@ class ChunkPass:
     def _segment_leaves(self, index: int, arrived: tuple[Tensor, ...]) -> list[Tensor]:
         values = [] if self.hidden is None else [self.hidden]
         if index > 0:
-            below = self.segments[index - 1]
-            combined = arrived[0]
+            below, combined = self.segments[index - 1], arrived[0]
             if below.route is not None:
                 combined = sum_ranks(combined, below.route.plan)
             assert below.residual is not None, "the segment below has run, and only once"
@@ -257,13 +255,13 @@ class ChunkPass:
         return leaves[0] if leaves else self.chunk.embed(self.batch)
 
     def _run_segment(self, index: int, segment: Segment) -> tuple[Tensor, Tensor, Routing | None]:
-        """From leaves to roots, balance excepted: tokens, residual, routing."""
+        """From leaves to all roots but balance: tokens, residual, routing."""
         hidden = self._enter(index, segment.leaves)
-        layer = self.layers[index]
-        tokens, residual, routing = layer.attention(hidden, self.batch, segment.chosen)
+        found = self.layers[index].attention(hidden, self.batch, segment.chosen)
+        tokens, residual, routing = found
         weights = [] if routing is None else [routing.weights]
         segment.roots = [_edge(root) for root in (tokens, residual, *weights)]
-        return tokens, residual, routing
+        return found
 
     def _run_experts(
         self, index: int, received: Tensor, arrival: Arrival | None
@@ -274,7 +272,7 @@ class ChunkPass:
         return leaf, self.layers[index].experts(leaf, groups, self.weight_grads), arrival
 
     def _add_balance(self, segment: Segment, routing: Routing) -> Tensor:
-        """Add the balance root, if any; returns its losses."""
+        """Add the balance root, if any; its losses."""
         root, losses = auxiliary_losses(self.balance, routing, self.batch, segment.factors)
         segment.roots += [] if root is None else [_edge(root)]
         return losses
@@ -286,7 +284,7 @@ def run_operations(
     backward: ChunkPass | None,
     streams: Streams,
 ) -> None:
-    """Execute a list of `interleave` for at most one forward and one backward pass."""
+    """Execute a list of `interleave`."""
     results: dict[Value, tuple[Tensor, ...]] = {}
     done: list[torch.cuda.Event] = []
     for operation in operations:
@@ -310,20 +308,16 @@ def _run(side: ChunkPass, operation: Operation, arrived: tuple[Tensor, ...]) -> 
     match operation.kind:
         case OperationKind.FORWARD_SEGMENT:
             return side.forward_segment(index, arrived)
-        case OperationKind.FORWARD_DISPATCH:
-            return side.exchange(index, arrived, side.mesh.ep, back=False)
+        case OperationKind.FORWARD_DISPATCH | OperationKind.BACKWARD_COMBINE:
+            return side.exchange(operation, arrived, back=False)
         case OperationKind.FORWARD_EXPERTS:
             return side.forward_experts(index, arrived)
-        case OperationKind.FORWARD_COMBINE:
-            return side.exchange(index, arrived, side.mesh.ep, back=True)
+        case OperationKind.FORWARD_COMBINE | OperationKind.BACKWARD_DISPATCH:
+            return side.exchange(operation, arrived, back=True)
         case OperationKind.BACKWARD_SEGMENT:
             return side.backward_segment(index, arrived)
-        case OperationKind.BACKWARD_COMBINE:
-            return side.exchange(index, arrived, side.mesh.ep_backward, back=False)
         case OperationKind.BACKWARD_EXPERTS:
             return side.backward_experts(index, arrived)
-        case OperationKind.BACKWARD_DISPATCH:
-            return side.exchange(index, arrived, side.mesh.ep_backward, back=True)
         case OperationKind.BACKWARD_WEIGHT:
             side.weight_grads.flush()
         case OperationKind.RECOMPUTE_SEGMENT:
@@ -338,6 +332,6 @@ def _edge(root: Tensor) -> GradientEdge | None:
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    """The gradient that reached a leaf; zeros when nothing depends on it."""
+    """What reached a leaf; zeros when nothing depends on it."""
     gradient, leaf.grad = leaf.grad, None
     return torch.zeros_like(leaf) if gradient is None else gradient

@@ -1,13 +1,12 @@
 """What is wrong with a configuration: lines, each beginning with the field's full path.
 
-A configuration of the engine or of a model has a method `violations() -> list[str]`
-(`optim.eps = -1.0: above 0 and finite`). A command collects those of the whole tree,
-`raise_violations` those of one part. The trap: a check inside `__post_init__` would end alone,
-before the tree exists.
+A configuration has a method `violations() -> list[str]` (`optim.eps = -1.0: above 0 and finite`).
+A command collects those of the whole tree. The trap: a check inside `__post_init__` would end
+alone, before the tree exists.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from math import inf
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -20,10 +19,10 @@ def raise_violations(violations: Sequence[str], what: str) -> None:
 
 
 def size_violations(config: Any, *, may_be_zero: Sequence[str] = ()) -> list[str]:
-    """Integers below 1 and floats not above 0 and finite among a model's own fields."""
-    found = []
+    """Integers below 1 and floats not above 0 and finite in a model's own fields."""
+    found, values = [], asdict(config)
     for field in fields(config):
-        value, least = getattr(config, field.name), 0 if field.name in may_be_zero else 1
+        value, least = values[field.name], 0 if field.name in may_be_zero else 1
         if field.type is int and value < least:
             found.append(f"model.{field.name} = {value}: must be at least {least}")
         if field.type is float and not 0 < value < inf:
@@ -42,11 +41,8 @@ def type_violations(values: Any, annotation: Any, path: str) -> list[str]:
         hints = get_type_hints(member) if is_dataclass(member) else {}
         if hints and isinstance(values, dict) and values.keys() == hints.keys():
             prefix = f"{path}." if path else ""
-            return [
-                line
-                for name, value in values.items()
-                for line in type_violations(value, hints[name], prefix + name)
-            ]
+            found = (type_violations(values[name], hints[name], prefix + name) for name in values)
+            return [line for lines in found for line in lines]
     if _has_type(values, annotation):
         return []
     names = [m.__name__ if isinstance(m, type) else str(m) for m in members]

@@ -8,7 +8,7 @@ from math import prod
 from typing import TypeAlias
 
 from pith_engine.contract import ModelChunk
-from pith_engine.mesh import Mesh
+from pith_engine.mesh import Mesh, expert_violations
 from pith_engine.partition import partition_violations
 from pith_engine.violations import raise_violations
 from pith_ops.attention import AttentionBackend
@@ -79,14 +79,7 @@ def build_chunks(
     """
     num_chunks, wrong = 2 * mesh.pp.size, config.violations()
     wrong += partition_violations(layers_per_chunk, mesh.pp.size, config.num_hidden_layers)
-    if not config.num_experts and mesh.ep.size > 1:
-        wrong.append(f"mesh.ep = {mesh.ep.size}: the model has no experts; use mesh.dp")
-    if config.num_experts % mesh.ep.size:
-        allowed = [n for n in range(1, config.num_experts + 1) if not config.num_experts % n]
-        wrong.append(
-            f"mesh.ep = {mesh.ep.size} does not divide num_experts = {config.num_experts}; "
-            f"allowed: {allowed}"
-        )
+    wrong += expert_violations(config.num_experts, mesh.ep.size)
     raise_violations(wrong, "model")
     chunks: list[ModelChunk] = []
     for chunk in (mesh.pp.rank, num_chunks - 1 - mesh.pp.rank):
