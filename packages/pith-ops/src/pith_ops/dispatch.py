@@ -12,11 +12,11 @@ each (`ids [T, K]` int32, -1 is "sent nowhere"). The way of one micro-batch:
     sender    sum_ranks         [N, H] returned -> [T, H]
 
 The gradient, sent as the tokens were, meets `weighted_partial_sums_backward`, the experts' dgrad,
-`sum_pairs`, and `sum_ranks` with `sum_rank_weights` at home.
+`sum_pairs`, and at home `sum_ranks`, `sum_rank_weights`.
 
-Every sum runs in the accumulation dtype in a fixed order (experts, then ranks ascending) and is
-rounded once. The host never waits: the caller passes the sizes. The trap: "absent" is -1, a valid
-index; such rows are masked, never multiplied by 0, since 0 times NaN is NaN.
+Sums run in the accumulation dtype in a fixed order (experts, then ranks ascending) and are rounded
+once. The host never waits: the caller passes the sizes. The trap: "absent" is -1, a valid index;
+such rows are masked, never multiplied by 0, since 0 times NaN is NaN.
 """
 
 from collections.abc import Sequence
@@ -31,24 +31,24 @@ from pith_ops.grouped_linear import Groups
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DispatchPlan:
-    """What this rank sends: N rows by rank, then by token; all int32."""
+    """What this rank sends: N rows by rank, then by token; int32."""
 
     send_tokens: Tensor
     """`[N]`."""
     send_ids: Tensor
     """`[N, K]`, local to the receiver, -1 for slots held elsewhere."""
     token_rows: Tensor
-    """`[T, R]`, row of token t for rank r or -1."""
+    """`[T, R]`, row of a token for a rank or -1."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertPlan:
-    """How M received rows spread into P pairs sorted by expert, then by row; all int32."""
+    """How M received rows spread into P pairs sorted by expert, then by row; int32."""
 
     pair_rows: Tensor
-    """`[P]`, row of each pair."""
+    """`[P]`."""
     pair_slots: Tensor
-    """`[P]`, its k in 0..K-1."""
+    """`[P]`, in 0..K-1."""
     row_pairs: Tensor
     """`[M, K]`, pairs of each row by ascending expert, then -1."""
     groups: Groups
@@ -88,17 +88,17 @@ def send_weights(plan: DispatchPlan, weights: Tensor) -> Tensor:
     return weights[plan.send_tokens].masked_fill(plan.send_ids < 0, 0)
 
 
-def plan_experts(received_ids: Tensor, num_local_experts: int, sizes: Sequence[int]) -> ExpertPlan:
-    """The receiver's side; a ValueError unless `sizes` are the pairs of each expert."""
+def plan_experts(received_ids: Tensor, sizes: Sequence[int]) -> ExpertPlan:
+    """The receiver's side; `sizes` are the pairs of each local expert (more: a ValueError)."""
     num_slots = received_ids.shape[1]
-    if len(sizes) != num_local_experts or sum(sizes) > received_ids.numel():
+    if sum(sizes) > received_ids.numel():
         raise ValueError(
-            f"sizes: {list(sizes)} does not fit {num_local_experts} local experts and "
-            f"{received_ids.numel()} slots; sum the received pair counts over senders"
+            f"sizes: {list(sizes)} does not fit {received_ids.numel()} slots; sum the received "
+            "pair counts over senders"
         )
     groups = Groups.from_sizes(sizes, received_ids.device)
     absent = received_ids < 0
-    experts = torch.where(absent, num_local_experts, received_ids).flatten()
+    experts = torch.where(absent, len(sizes), received_ids).flatten()
     # Stable: rows ascend within an expert.
     order = experts.argsort(stable=True)
     positions = torch.empty_like(experts)
@@ -124,7 +124,7 @@ def sum_pairs(grad_pairs: Tensor, plan: ExpertPlan) -> Tensor:
 
 
 def weighted_partial_sums(outputs: Tensor, received_weights: Tensor, plan: ExpertPlan) -> Tensor:
-    """`sum over experts here of w_e y_e`; weights `[M, K]` in the accumulation dtype."""
+    """`sum over experts here of w_e y_e`; weights `[M, K]`, fp32 or wider."""
     weights = received_weights[plan.pair_rows, plan.pair_slots]
     return _sum_rows(outputs, plan.row_pairs, weights)
 
@@ -132,7 +132,7 @@ def weighted_partial_sums(outputs: Tensor, received_weights: Tensor, plan: Exper
 def weighted_partial_sums_backward(
     grad: Tensor, outputs: Tensor, received_weights: Tensor, plan: ExpertPlan
 ) -> tuple[Tensor, Tensor]:
-    """`grad [M, H]` -> `w_e dy` `[P, H]`, `dy . y_e` `[M, K]`, 0 in slots held elsewhere."""
+    """`grad [M, H]` -> `w_e dy` `[P, H]`, `dy . y_e` `[M, K]`, 0 where held elsewhere."""
     slots, dtype = (plan.pair_rows, plan.pair_slots), accumulation_dtype(outputs.dtype)
     pair_grads = grad[plan.pair_rows].to(dtype)
     grad_weights = torch.zeros(received_weights.shape, dtype=dtype, device=grad.device)
