@@ -1,15 +1,15 @@
-"""Causal attention with grouped query heads and packed documents, returning output and LSE.
+"""Attention with grouped query heads, packed documents, windows and sinks: output and LSE.
 
 Per query head h, with g = h // (Hq / Hkv) the key/value head it shares:
 
     s[i, j] = scale * q[i, h] . k[j, g]      -inf where i must not see j
-    lse[i]  = log(sum over j of exp(s[i, j]), plus exp(sink[h]) where heads have sinks)
+    lse[i]  = log(sum over j of exp(s[i, j]) [+ exp(sink[h])])
     out[i]  = sum over j of exp(s[i, j] - lse[i]) * v[j, g]
     ds      = exp(s - lse) * (dout . v' - delta),   delta[i] = dout[i] . out[i]
 
-The LSE, which torch's public operator does not return, merges results over blocks of keys. Given
-out and lse over *all* keys, a backward over some keys yields their share of the gradients: ring
-attention and sinks rest on that. A query that sees nothing gives 0 and LSE -inf.
+The LSE, which torch's public operator lacks, merges results over blocks of keys. Given out and lse
+over *all* keys, a backward over some yields their share of the gradients: ring attention and sinks
+rest on that. A query that sees nothing gives 0 and LSE -inf.
 
 `REFERENCE` holds all S x K scores; `FLASH` is torch's FlashAttention-2 (Dao 2023, arXiv 2307.08691)
 on CUDA and its counterpart on CPUs; `CUDNN` is cuDNN's.
@@ -34,7 +34,7 @@ from pith_ops.weight_grad import dense_weight_grad
 
 
 class AttentionBackend(Enum):
-    """Who computes attention, in the order of "auto"."""
+    """In the order of "auto"."""
 
     CUDNN = "cudnn"
     FLASH = "flash"
@@ -45,17 +45,17 @@ class AttentionBackend(Enum):
 class Visibility:
     """Which of K keys each of S queries sees.
 
-    Aligned at the bottom right: key j is `(i - S) - (j - K)` places before query i, all counted
-    within a segment if there are `offsets`.
+    Aligned at the bottom right: key j is `(i - S) - (j - K)` places before query i, within their
+    segments if there are `offsets`.
     """
 
     causal: bool = True
-    """No key after the query itself."""
+    """No later key."""
     window: int | None = None
     """The query's own key and `window - 1` before it, or None."""
     offsets: tuple[Tensor, Tensor] | None = None
-    """`[N + 1]` int32, ascending from 0 to `B * S` and `B * K`, of segments that see only
-    themselves; None for the sequences."""
+    """`[N + 1]` int32, ascending from 0 to `B * S` and `B * K`, of segments that see themselves
+    only; None for the sequences."""
 
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or not self.causal):
@@ -67,12 +67,12 @@ class Visibility:
 
 @dataclass(frozen=True, kw_only=True)
 class _Capability:
-    """What one backend can do on some kinds of device."""
+    """What a backend can do on some devices."""
 
     backend: AttentionBackend
     columns: tuple[DeviceColumn, ...]
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-    head_dims: range | None = range(8, 257, 8)  # None for all
+    any_head_dim: bool = False  # not only multiples of 8 up to 256
     other_value_dim: bool = False  # than that of queries and keys
     any_mask: bool = True  # offsets, windows, more keys than queries in a causal call
     deterministic: bool = True  # flash on CUDA: under torch.use_deterministic_algorithms
@@ -93,7 +93,7 @@ ATTENTION_TABLE: tuple[_Capability, ...] = (
         backend=AttentionBackend.FLASH,
         columns=(DeviceColumn.CPU,),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        head_dims=None,
+        any_head_dim=True,
     ),
 )
 
@@ -108,9 +108,9 @@ def choose_attention_backend(
     *,
     window: bool = False,
 ) -> AttentionBackend:
-    """The backend of that name, or with "auto" the first that can do what is asked.
+    """The backend of that name, or with "auto" the first that can; else a ValueError.
 
-    `packed`: with document offsets. A ValueError says what is missing and which backends can.
+    `packed`: with document offsets.
     """
     violations = {
         backend.value: attention_violations(
@@ -122,12 +122,12 @@ def choose_attention_backend(
     requested = able[0] if requested == "auto" else requested
     if requested not in violations:
         raise ValueError(
-            f"attention backend {requested!r} is unknown; allowed: auto, {', '.join(violations)}"
+            f"attention backend {requested!r}: allowed are auto, {', '.join(violations)}"
         )
     if violations[requested]:
         raise ValueError(
-            f"attention backend {requested!r} cannot be used: {'; '.join(violations[requested])}. "
-            f"Ask for 'auto' or one that can: {', '.join(able)}"
+            f"attention backend {requested!r}: {'; '.join(violations[requested])}; use 'auto' or "
+            f"one that can: {', '.join(able)}"
         )
     return AttentionBackend(requested)
 
@@ -143,7 +143,7 @@ def attention_violations(
     window: bool = False,
     more_keys: bool = False,
 ) -> list[str]:
-    """What `backend` cannot do of what is asked, in words; `more_keys` than causal queries."""
+    """What `backend` cannot do of what is asked; `more_keys` than causal queries."""
     if backend is AttentionBackend.REFERENCE:
         return []
     rows = {
@@ -157,9 +157,8 @@ def attention_violations(
     if dtype not in row.dtypes:
         violations.append(f"dtype {dtype} is none of {', '.join(map(str, row.dtypes))}")
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim)):
-        if row.head_dims and dim not in row.head_dims:
-            step, largest = row.head_dims.step, row.head_dims[-1]
-            violations.append(f"{name} {dim} is no multiple of {step} up to {largest}")
+        if (dim % 8 or dim > 256) and not row.any_head_dim:
+            violations.append(f"{name} {dim} is no multiple of 8 up to 256")
     if value_dim != head_dim and not row.other_value_dim:
         violations.append(f"value_dim {value_dim} differs from head_dim {head_dim}")
     if not row.any_mask:
@@ -182,9 +181,9 @@ def attention(
     """Attention under `visibility`, causal within sequences by default.
 
     `query [B, S, Hq, D]`, `key [B, K, Hkv, D]`, `value [B, K, Hkv, Dv]` -> output `[B, S, Hq, Dv]`
-    in their dtype and LSE `[B, Hq, S]` in the accumulation dtype, which only `REFERENCE`
-    differentiates. `scale` None is `D ** -0.5`; `sinks [Hq]` are logits without a value. A
-    ValueError says what does not fit or what the backend cannot do.
+    in their dtype, LSE `[B, Hq, S]` in fp32 or float64, which only `REFERENCE` differentiates.
+    `scale` None is `D ** -0.5`; `sinks [Hq]` are logits without a value. A ValueError says what
+    does not fit or what the backend cannot do.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     settings = {"scale": scale, "visibility": visibility or Visibility(), "backend": backend}
@@ -219,7 +218,7 @@ def attention_forward(
     visibility: Visibility,
     backend: AttentionBackend,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` without sinks; only `REFERENCE` has a gradient."""
+    """`attention` without sinks, and without a gradient but by `REFERENCE`."""
     _check_operands(query, key, value, visibility, backend)
     heads_first = [x.transpose(1, 2) for x in (query, key, value)]
     match backend:
@@ -264,7 +263,7 @@ def attention_backward(
     visibility: Visibility,
     backend: AttentionBackend,
 ) -> tuple[Tensor, ...]:
-    """Gradients through these keys; out and LSE are of the whole softmax, sinks included."""
+    """Gradients through these keys; out and LSE are over all keys and sinks."""
     # exp(s - inf) = 0 for a query without keys.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
     tensors = (grad.contiguous(), query, key, value, out)
@@ -280,7 +279,6 @@ def attention_backward(
                 total = (share * grad * (part - out)).sum()
             return torch.autograd.grad(total, leaves)
         case AttentionBackend.CUDNN:
-            # Random state for dropout; no bias, no offsets.
             unused = (*torch.zeros(2, 1, dtype=torch.int64, device=lse.device), None, None, None)
             settings = (query.shape[1], key.shape[1], 0.0, visibility.causal)
             grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -353,7 +351,7 @@ def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
 
 
 def sequence_offsets(documents: Tensor, num_sequences: int, length: int) -> Tensor:
-    """Document offsets `[D + 1]` int32 -> `[D + B + 2]` for `Visibility`, cut at sequences too."""
+    """Documents `[D + 1]` int32 -> `[D + B + 2]` for `Visibility`, cut at sequences too."""
     _check_offsets(documents, num_sequences * length)
     starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=documents.device) * length
     # Not deduplicated: the host would wait for their number.
@@ -392,15 +390,13 @@ def _check_operands(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, backend: AttentionBackend
 ) -> None:
     q, k, v = query.shape, key.shape, value.shape
+    dtypes = query.dtype, key.dtype, value.dtype
     fits = len(q) == len(k) == len(v) == 4 and q[0] == k[0] and q[3] == k[3] and k[:3] == v[:3]
-    if not fits or q[2] % k[2]:
+    if not fits or q[2] % k[2] or len({*dtypes}) > 1:
         raise ValueError(
             f"attention: query {list(q)}, key {list(k)}, value {list(v)} must be [B, S, Hq, D], "
-            "[B, K, Hkv, D], [B, K, Hkv, Dv] with Hq a multiple of Hkv"
+            f"[B, K, Hkv, D], [B, K, Hkv, Dv], Hq a multiple of Hkv, and {dtypes} must be equal"
         )
-    if not query.dtype == key.dtype == value.dtype:
-        dtypes = query.dtype, key.dtype, value.dtype
-        raise ValueError(f"attention: dtypes {dtypes} must be equal")
     for offsets, length in zip(visibility.offsets or (), (q[1], k[1]), strict=False):
         _check_offsets(offsets, q[0] * length)
     packed, window = visibility.offsets is not None, visibility.window is not None
@@ -424,7 +420,7 @@ def _check_offsets(offsets: Tensor, num_tokens: int) -> None:
     if not fits:
         raise ValueError(
             f"attention: documents {offsets} must be int32 [D + 1] and ascend from 0 to "
-            f"{num_tokens}, the number of tokens"
+            f"{num_tokens}, the tokens"
         )
 
 

@@ -1,15 +1,15 @@
-"""Output projection and cross-entropy in one: the logits `[T, V]` never exist.
+"""Output projection and cross-entropy in one, without the logits `[T, V]`.
 
 For token t with target y, logits z = W h_t:
 
     loss_t = log(sum_v exp(z_v)) - z_y
     dz     = softmax(z) - onehot(y)         dh_t = dz W         dW = sum_t dz^T h_t
 
-The fp32 logits of 32,768 tokens and 151,936 words would take 20 GB, their gradient as much again.
+For 32,768 tokens and 151,936 words these would take 20 GB in fp32, their gradient as much again.
 Here `chunk_tokens` rows at a time are projected, turned into `dz` and used up: the forward computes
 both gradients for an upstream gradient of 1, the backward scales them. `dW` is kept in the
-accumulation dtype; `dz` is rounded to that of the operands. The trap: the result is the *sum* of
-token losses; only the caller knows the targets of the global batch.
+accumulation dtype, `dz` in that of the operands. The trap: the result is the *sum* of token losses;
+only the caller knows the targets of the global batch.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def linear_cross_entropy(
 def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100
 ) -> Tensor:
-    """The same through full logits."""
+    """Through full logits."""
     dtype = accumulation_dtype(hidden.dtype)
     logits = hidden.to(dtype) @ weight.to(dtype).t()
     return cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
@@ -69,10 +69,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for rows, labels in _chunks(hidden, weight, targets, chunk_tokens):
             losses, exponentials, sums = _softmax_parts(rows, weight, labels, ignore_index)
             loss += losses.sum()
-            grads = _logit_gradients(exponentials, sums, labels, ignore_index, hidden.dtype)
+            counted = (labels != ignore_index)[:, None]
+            places, scale = labels[:, None].where(counted, 0), counted / sums
+            at_target = exponentials.gather(1, places) * scale - counted.to(dtype)
+            # Scaled and rounded in one pass: passes over [C, V] cost as much as the GEMMs.
+            same = rows.dtype == dtype
+            grads = exponentials if same else torch.empty_like(exponentials, dtype=rows.dtype)
+            torch.mul(exponentials, scale, out=grads)
+            grads.scatter_(1, places, at_target.to(grads.dtype))
             if grad_hidden is not None:
                 torch.mm(grads, weight, out=grad_hidden[start : start + len(rows)])
-            if grad_weight is not None and rows.is_cuda and rows.dtype != dtype:
+            if grad_weight is not None and rows.is_cuda and not same:
                 torch.addmm(grad_weight, grads.t(), rows, out_dtype=dtype, out=grad_weight)
             elif grad_weight is not None:
                 grad_weight.addmm_(grads.t().to(dtype), rows.to(dtype))
@@ -85,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a copy of dW would double the largest buffer of the step.
+        # In place: dW is the largest buffer of the step.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("linear_cross_entropy: its backward runs once; its buffers are gone")
@@ -108,31 +115,16 @@ def _softmax_parts(
     return (sums.log() - target)[:, 0].masked_fill(ignored, 0), exponentials, sums
 
 
-def _logit_gradients(
-    exponentials: Tensor, sums: Tensor, labels: Tensor, ignore_index: int, dtype: torch.dtype
-) -> Tensor:
-    """`softmax - onehot` `[C, V]`, zero where ignored; overwrites `exponentials`."""
-    counted = (labels != ignore_index)[:, None]
-    places, scale = labels[:, None].where(counted, 0), counted / sums
-    at_target = exponentials.gather(1, places) * scale - counted.to(sums.dtype)
-    # Scaled and rounded in one pass: passes over [C, V] cost as much as the GEMMs.
-    same = exponentials.dtype == dtype
-    gradients = exponentials if same else torch.empty_like(exponentials, dtype=dtype)
-    torch.mul(exponentials, scale, out=gradients)
-    return gradients.scatter_(1, places, at_target.to(dtype))
-
-
 def _chunks(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     fit = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
-    if not fit or targets.shape != hidden.shape[:1]:
+    if not fit or targets.shape != hidden.shape[:1] or hidden.dtype != weight.dtype:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets "
-            f"{tuple(targets.shape)}: expected [T, H], [V, H] with the same H, [T], one per row"
+            f"hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)} "
+            f"{weight.dtype}, targets {tuple(targets.shape)}: expected [T, H], [V, H] with the "
+            "same H, [T], one per row; dtypes must be equal"
         )
-    if hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: they must be equal")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: {chunk_tokens} must be at least 1")
     return zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)

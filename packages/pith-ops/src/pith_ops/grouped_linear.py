@@ -64,13 +64,13 @@ def grouped_linear(
     ValueError says what does not fit.
     """
     fit = weight.ndim == 3 and x.ndim == 2 and x.shape[1] == weight.shape[2]
-    if not fit or len(groups.sizes) != len(weight) or groups.total > len(x):
+    fit = fit and len(groups.sizes) == len(weight) and groups.total <= len(x)
+    if not fit or x.dtype != weight.dtype:
         raise ValueError(
-            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, {len(groups.sizes)} groups of "
-            f"{groups.total} rows: expected [P, in], [G, out, in], same `in`, G groups, <= P rows"
+            f"x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}, "
+            f"{len(groups.sizes)} groups of {groups.total} rows: expected [P, in], [G, out, in] "
+            "with the same `in`, G groups of at most P rows; dtypes must be equal"
         )
-    if x.dtype != weight.dtype:
-        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}: they must be equal")
     if x.is_cuda and x.dtype == torch.bfloat16 and (weight.shape[1] % 8 or weight.shape[2] % 8):
         raise ValueError(
             f"weight {tuple(weight.shape)}: bf16 on CUDA needs `out` and `in` in multiples of 8; "
@@ -89,7 +89,7 @@ def grouped_linear(
 def grouped_linear_reference(
     x: Tensor, weight: Tensor, groups: Groups, bias: Tensor | None = None
 ) -> Tensor:
-    """The same by autograd, one product per group."""
+    """The same by autograd."""
     rows = x[: groups.total].split(groups.sizes)
     outputs = [r @ w.t() for r, w in zip(rows, weight, strict=True)]
     if bias is not None:
@@ -111,7 +111,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.groups, ctx.weight_grads = groups, weight_grads
         y = _grouped_product(x, weight.transpose(1, 2), groups)
         if bias is not None:
-            # In place: gathered rows of the bias would be as large as y.
+            # In place: gathered rows would be as large as y.
             for rows, row in zip(y[: groups.total].split(groups.sizes), bias, strict=True):
                 rows.add_(row)
         return y

@@ -56,13 +56,10 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        grad_x = grad_weight = None
         normalised, grad = x.to(rstd.dtype) * rstd, grad.to(rstd.dtype)
-        if ctx.needs_input_grad[1]:
-            met = normalised if ctx.rounds_once else normalised.to(x.dtype)
-            grad_weight = (grad * met).flatten(0, -2).sum(0).to(weight.dtype)
-        if ctx.needs_input_grad[0]:
-            scaled = grad * weight
-            mean = (scaled * normalised).mean(-1, keepdim=True)
-            grad_x = ((scaled - normalised * mean) * rstd).to(x.dtype)
+        met = normalised if ctx.rounds_once else normalised.to(x.dtype)
+        grad_weight = (grad * met).flatten(0, -2).sum(0).to(weight.dtype)
+        scaled = grad * weight
+        mean = (scaled * normalised).mean(-1, keepdim=True)
+        grad_x = ((scaled - normalised * mean) * rstd).to(x.dtype)
         return grad_x, grad_weight, None, None

@@ -32,7 +32,7 @@ class Yarn:
     factor: float
     """Longest context over the original one."""
     original_max_position_embeddings: int
-    """Tokens of the original context."""
+    """In tokens."""
     beta_fast: float = 32.0
     """Turns from which frequencies are kept."""
     beta_slow: float = 1.0
@@ -48,29 +48,22 @@ class Yarn:
 
     def violations(self, path: str) -> list[str]:
         """What is out of range, a line each."""
-        slow, fast, factor = self.beta_slow, self.beta_fast, self.attention_factor
-        bounds = (
-            ("factor", self.factor, 1),
-            ("original_max_position_embeddings", self.original_max_position_embeddings, 1),
-            ("mscale", self.mscale or 0, 0),
-            ("mscale_all_dim", self.mscale_all_dim or 0, 0),
+        factor, slow, fast = self.factor, self.beta_slow, self.beta_fast
+        length, scale = self.original_max_position_embeddings, self.attention_factor
+        scaled, mscales = scale is not None, (self.mscale or 0, self.mscale_all_dim or 0)
+        # About one mscale alone DeepSeek's code and transformers disagree.
+        paired = mscales == (0, 0) or all(0 < mscale < math.inf for mscale in mscales)
+        rules = (
+            (1 <= factor < math.inf, f"factor = {factor}: must be finite and at least 1"),
+            (length >= 1, f"original_max_position_embeddings = {length}: must be at least 1"),
+            (
+                0 < slow < fast < math.inf,
+                f"beta_fast = {fast}: must be above beta_slow = {slow} > 0",
+            ),
+            (not scaled or 0 < scale < math.inf, f"attention_factor = {scale}: must be positive"),
+            (paired, f"mscale, mscale_all_dim = {mscales}: must both be positive or both be 0"),
         )
-        faults = [
-            f"{path}.{name} = {value}: must be finite and at least {least}"
-            for name, value, least in bounds
-            if not least <= value < math.inf
-        ]
-        if not 0 < slow < fast < math.inf:
-            faults.append(f"{path}.beta_fast = {fast}: must be above beta_slow = {slow} above 0")
-        if factor is not None and not 0 < factor < math.inf:
-            faults.append(f"{path}.attention_factor = {factor}: must be positive and finite")
-        if bool(self.mscale) != bool(self.mscale_all_dim):
-            # DeepSeek's code and transformers disagree about one without the other.
-            faults.append(
-                f"{path}.mscale = {self.mscale}: give it and mscale_all_dim = "
-                f"{self.mscale_all_dim} both or neither"
-            )
-        return faults
+        return [f"{path}.{fault}" for holds, fault in rules if not holds]
 
     @property
     def table_scale(self) -> float:
@@ -83,7 +76,7 @@ class Yarn:
 
     @property
     def softmax_scale(self) -> float:
-        """DeepSeek's further factor of the softmax scale."""
+        """DeepSeek's factor of the softmax scale."""
         return self._magnitude(self.mscale_all_dim or 0.0) ** 2
 
     def _magnitude(self, coefficient: float) -> float:
@@ -119,7 +112,7 @@ def rope_frequencies(
     high += 0.001 if low == high else 0
     indices = torch.arange(head_dim // 2, device=device).to(dtype)
     kept = 1 - ((indices - low) / (high - low)).clamp(0, 1)
-    # In this order fp32 values equal transformers' bit for bit.
+    # In this order fp32 bits equal transformers'.
     return 1.0 / (yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 

@@ -31,9 +31,9 @@ class ExpertGroups:
     num_groups: int
     """Groups of neighbouring experts."""
     num_chosen: int
-    """Of a token; ties go to the lower."""
+    """Of them for a token; ties go to the lower."""
     best: int
-    """A group's score sums this many of its best: 1 in V2, 2 in V3."""
+    """Experts whose scores make a group's: 1 in V2, 2 in V3."""
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,7 +54,7 @@ def softmax_topk(
     chosen: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`logits [T, N]` -> ids, weights, scores.
+    """From `logits [T, N]`.
 
     `bias [N]` is added to the scores for the choice alone (arXiv 2408.15664); `chosen` ids are
     taken as they are. A ValueError refuses `top_k`, `chosen` or `groups` that do not fit.
@@ -75,7 +75,7 @@ def sigmoid_topk(
     chosen: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `softmax_topk` of sigmoids; scores are these over their sum."""
+    """As `softmax_topk` of sigmoids, the scores being these over their sum."""
     logits = logits.to(accumulation_dtype(logits.dtype))
     gates = logits.sigmoid()
     ids = _choose(logits, gates, top_k, groups, chosen, bias)
@@ -94,7 +94,7 @@ def topk_softmax(
 
 
 _TINY = 1e-20
-"""DeepSeek's guard against a sum of zero; it rounds away in any other."""
+"""DeepSeek's guard against sums of zero; in others it rounds away."""
 
 
 def _weigh(scores: Tensor, ids: Tensor, normalise: bool, scaling: float) -> Tensor:
