@@ -145,10 +145,10 @@ def test_yarn_scales(fields, table, softmax):
         ({"beta_fast": math.inf}, "yarn.beta_fast = inf: must be finite and above"),
         ({"attention_factor": 0.0}, "yarn.attention_factor = 0.0: must be positive"),
         ({"attention_factor": math.inf}, "yarn.attention_factor = inf: must be positive"),
-        ({"mscale": 1.0}, "yarn.mscale, mscale_all_dim = (1.0, 0): give both"),
+        ({"mscale": 1.0}, "yarn.mscale, mscale_all_dim = (1.0, 0): must be both"),
         (
             {"mscale": -1.0, "mscale_all_dim": 1.0},
-            "mscale, mscale_all_dim = (-1.0, 1.0): give both",
+            "mscale_all_dim = (-1.0, 1.0): must be both",
         ),
     ],
 )

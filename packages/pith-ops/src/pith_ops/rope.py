@@ -50,18 +50,16 @@ class Yarn:
         """What is out of range, a line each."""
         factor, slow, fast = self.factor, self.beta_slow, self.beta_fast
         length, scale = self.original_max_position_embeddings, self.attention_factor
-        scaled, mscales = scale is not None, (self.mscale or 0, self.mscale_all_dim or 0)
+        ramped, scaled = 0 < slow < fast < math.inf, scale is None or 0 < scale < math.inf
+        mscales = self.mscale or 0, self.mscale_all_dim or 0
         # About one mscale alone DeepSeek's code and transformers disagree.
         paired = mscales == (0, 0) or all(0 < mscale < math.inf for mscale in mscales)
         rules = (
             (1 <= factor < math.inf, f"factor = {factor}: must be finite and at least 1"),
             (length >= 1, f"original_max_position_embeddings = {length}: must be at least 1"),
-            (
-                0 < slow < fast < math.inf,
-                f"beta_fast = {fast}: must be above beta_slow = {slow} > 0",
-            ),
-            (not scaled or 0 < scale < math.inf, f"attention_factor = {scale}: must be positive"),
-            (paired, f"mscale, mscale_all_dim = {mscales}: must both be positive or both be 0"),
+            (ramped, f"beta_fast = {fast}: must be finite and above beta_slow = {slow} > 0"),
+            (scaled, f"attention_factor = {scale}: must be positive and finite"),
+            (paired, f"mscale, mscale_all_dim = {mscales}: must be both positive or both 0"),
         )
         return [f"{path}.{fault}" for holds, fault in rules if not holds]
 
