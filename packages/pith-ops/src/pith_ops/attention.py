@@ -122,7 +122,7 @@ def choose_attention_backend(
     requested = able[0] if requested == "auto" else requested
     if requested not in violations:
         raise ValueError(
-            f"attention backend {requested!r}: allowed are auto, {', '.join(violations)}"
+            f"attention backend {requested!r}: unknown; allowed: auto, {', '.join(violations)}"
         )
     if violations[requested]:
         raise ValueError(

@@ -59,7 +59,7 @@ class Yarn:
             (length >= 1, f"original_max_position_embeddings = {length}: must be at least 1"),
             (ramped, f"beta_fast = {fast}: must be finite and above beta_slow = {slow} > 0"),
             (scaled, f"attention_factor = {scale}: must be positive and finite"),
-            (paired, f"mscale, mscale_all_dim = {mscales}: must be both positive or both 0"),
+            (paired, f"mscale, mscale_all_dim = {mscales}: must be both 0 or both in (0, inf)"),
         )
         return [f"{path}.{fault}" for holds, fault in rules if not holds]
 
