@@ -419,8 +419,8 @@ def _check_offsets(offsets: Tensor, num_tokens: int) -> None:
         fits = values == sorted(values) and values[:1] + values[-1:] == [0, num_tokens]
     if not fits:
         raise ValueError(
-            f"attention: documents {offsets} must be int32 [D + 1] and ascend from 0 to "
-            f"{num_tokens}, the tokens"
+            f"attention: {offsets.dtype} documents {offsets.tolist()} must ascend from 0 to "
+            f"{num_tokens}, the tokens, and must be int32 [D + 1]"
         )
 
 
