@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 from pith_ops.attention import (
-    ATTENTION_TABLE,
     AttentionBackend,
     Visibility,
     apply_sinks,
@@ -19,6 +18,7 @@ from pith_ops.attention import (
     sequence_offsets,
     sinks_gradient,
 )
+from pith_ops.device import DeviceColumn
 from torch.nn.functional import scaled_dot_product_attention
 
 REFERENCE, FLASH, CUDNN = (
@@ -452,8 +452,7 @@ def test_documents_that_do_not_fit_are_refused(documents, message):
 
 
 def test_auto_takes_the_first_that_can_and_names_are_honoured():
-    chosen = choose_attention_backend("auto", CPU, torch.float64, 16, 16, True, deterministic=True)
-    assert chosen is FLASH
+    assert choose_attention_backend("auto", CPU, torch.float64, 16, 16, True) is FLASH
     assert choose_attention_backend("auto", CPU, torch.float32, 16, 8, False) is REFERENCE
     assert choose_attention_backend("reference", CPU, torch.float32, 16, 16, False) is REFERENCE
 
@@ -468,25 +467,23 @@ def test_an_impossible_or_unknown_backend_is_an_error_that_says_what_can():
 
 
 def test_gpu_rows_of_the_table_are_read(monkeypatch):
-    for column in ("sm_90", "sm_100"):
-        rows = {row.backend: row for row in ATTENTION_TABLE if row.column.value == column}
-        monkeypatch.setattr(
-            "pith_ops.attention.device_column", lambda _, rows=rows: rows[FLASH].column
-        )
+    for column in (DeviceColumn.SM_90, DeviceColumn.SM_100):
+        monkeypatch.setattr("pith_ops.attention.device_column", lambda _, column=column: column)
         check = attention_violations
         assert check(CUDNN, CUDA, torch.bfloat16, 192, 128) == []
         assert len(check(CUDNN, CUDA, torch.float32, 260, 8, packed=True)) == 3
         assert check(CUDNN, CUDA, torch.bfloat16, 64, 64, window=True) == [
             "it takes no sliding window"
         ]
-        assert "run to run" in check(CUDNN, CUDA, torch.bfloat16, 64, 64, deterministic=True)[0]
+        assert check(CUDNN, CUDA, torch.bfloat16, 64, 64, more_keys=True) == [
+            "it takes no more keys than queries"
+        ]
+        assert check(FLASH, CUDA, torch.bfloat16, 64, 64, packed=True, more_keys=True) == []
         choose = choose_attention_backend
         assert choose("auto", CUDA, torch.bfloat16, 128, 128, False) is CUDNN
         assert choose("auto", CUDA, torch.bfloat16, 128, 128, True) is FLASH
         assert choose("auto", CUDA, torch.bfloat16, 128, 128, False, window=True) is FLASH
         assert choose("auto", CUDA, torch.float32, 128, 128, False) is REFERENCE
-        deterministic = choose("auto", CUDA, torch.bfloat16, 128, 128, False, deterministic=True)
-        assert deterministic is FLASH
 
 
 # On a GPU: B, S, K, Hq, Hkv, D, Dv, documents

@@ -45,10 +45,7 @@ class Simulation:
         counts = torch.stack([count_dispatch(i, num_experts, num_ranks) for i in ids])
         self.rows, pairs = counts[:, :, 0], counts[:, :, 1:].sum(0)
         received = exchange([p.send_ids for p in self.plans], self.rows)
-        local = num_experts // num_ranks
-        self.experts = [
-            plan_experts(i, local, p.tolist()) for i, p in zip(received, pairs, strict=True)
-        ]
+        self.experts = [plan_experts(i, p.tolist()) for i, p in zip(received, pairs, strict=True)]
 
     def send(self, tokens: list[Tensor]) -> list[Tensor]:
         rows = [t[p.send_tokens] for t, p in zip(tokens, self.plans, strict=True)]
@@ -133,7 +130,7 @@ def test_plan_on_a_hand_written_case():
     weights = torch.tensor([[0.5, 0.25], [0.125, 0.75], [1.0, 2.0]])
     assert send_weights(plan, weights).tolist() == [[0, 0.25], [1.0, 2.0], [0.5, 0]]
 
-    first = plan_experts(plan.send_ids[:2], 2, [2, 1])
+    first = plan_experts(plan.send_ids[:2], [2, 1])
     assert first.pair_rows.tolist() == [0, 1, 1]
     assert first.pair_slots.tolist() == [1, 1, 0]
     assert first.row_pairs.tolist() == [[0, -1], [1, 2]]
@@ -236,7 +233,7 @@ def test_nan_in_rows_that_belong_to_nothing_stays_out():
 
 def test_an_absent_pair_is_skipped_not_multiplied_by_zero():
     """Row 0 of the source is what a masked index points at; its NaN belongs to one row alone."""
-    plan = plan_experts(torch.tensor([[0, -1], [-1, 1]], dtype=torch.int32), 2, [1, 1])
+    plan = plan_experts(torch.tensor([[0, -1], [-1, 1]], dtype=torch.int32), [1, 1])
     values = torch.tensor([[torch.nan], [2.0]])
     for sums in [weighted_partial_sums(values, torch.ones(2, 2), plan), sum_pairs(values, plan)]:
         assert sums[0].isnan()
@@ -271,7 +268,7 @@ def test_bf16_sums_round_once_per_rank_and_repeat_bit_for_bit(num_ranks):
 def test_sums_are_taken_in_fp32():
     """256 + 1 + 1 is 256 when every addition rounds to bf16, and 258 when only the sum does."""
     ids = torch.tensor([[0, 1, 2]], dtype=torch.int32)
-    plan = plan_experts(ids, 3, [1, 1, 1])
+    plan = plan_experts(ids, [1, 1, 1])
     values = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()
     assert weighted_partial_sums(values, torch.ones(1, 3), plan).item() == 258
     assert sum_pairs(values, plan).item() == 258
@@ -279,7 +276,7 @@ def test_sums_are_taken_in_fp32():
 
 
 def test_fp32_weights_are_not_rounded_to_bf16():
-    plan = plan_experts(torch.zeros(1, 1, dtype=torch.int32), 1, [1])
+    plan = plan_experts(torch.zeros(1, 1, dtype=torch.int32), [1])
     value, weight = torch.tensor([[3.0]]).bfloat16(), torch.tensor([[1 / 3]])
     assert weighted_partial_sums(value, weight, plan).item() == 1.0
     _, grad_weight = weighted_partial_sums_backward(value, value * 7, weight, plan)
@@ -290,7 +287,7 @@ def test_fp32_weights_are_not_rounded_to_bf16():
 def test_the_order_of_the_sum_is_by_expert_not_by_slot():
     """(1e8 + -1e8) + 1 = 1 in fp32, any other order gives 0."""
     ids = torch.tensor([[2, 0, 1], [1, 2, 0]], dtype=torch.int32)
-    plan = plan_experts(ids, 3, [2, 2, 2])
+    plan = plan_experts(ids, [2, 2, 2])
     outputs = torch.tensor([1e8, 1e8, -1e8, -1e8, 1, 1])[:, None]
     sums = weighted_partial_sums(outputs, torch.ones(2, 3), plan)
     assert sums.flatten().tolist() == [1, 1]
@@ -307,10 +304,8 @@ def test_experts_that_ranks_do_not_divide_are_refused(num_experts, num_ranks):
 
 def test_sizes_that_do_not_fit_are_refused():
     ids = torch.zeros(2, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="2 local experts"):
-        plan_experts(ids, 2, [2])
     with pytest.raises(ValueError, match="2 slots"):
-        plan_experts(ids, 2, [2, 1])
+        plan_experts(ids, [2, 1])
 
 
 def test_more_ranks_than_bits_of_an_integer():
@@ -337,7 +332,7 @@ def test_cuda_equals_cpu_without_waiting_for_the_device(num_ranks):
         partial, start = [], 0
         for size, *pairs in counts:
             here = slice(start, start + size)
-            experts = plan_experts(plan.send_ids[here], E // num_ranks, pairs)
+            experts = plan_experts(plan.send_ids[here], pairs)
             outputs = gather_rows(rows[here], experts)
             partial.append(weighted_partial_sums(outputs, row_weights[here], experts))
             gradients = weighted_partial_sums_backward(

@@ -140,11 +140,16 @@ def test_yarn_scales(fields, table, softmax):
         ({"factor": 0.5}, "yarn.factor = 0.5: must be finite and at least 1"),
         ({"factor": math.nan}, "yarn.factor = nan: must be finite"),
         ({"original_max_position_embeddings": 0}, "yarn.original_max_position_embeddings = 0"),
-        ({"beta_fast": 1.0}, "yarn.beta_fast = 1.0: must be above beta_slow = 1.0"),
-        ({"beta_slow": 0.0}, "beta_slow = 0.0 above 0"),
+        ({"beta_fast": 1.0}, "yarn.beta_fast = 1.0: must be finite and above beta_slow = 1.0"),
+        ({"beta_slow": 0.0}, "beta_slow = 0.0 > 0"),
+        ({"beta_fast": math.inf}, "yarn.beta_fast = inf: must be finite and above"),
         ({"attention_factor": 0.0}, "yarn.attention_factor = 0.0: must be positive"),
-        ({"mscale": 1.0}, "yarn.mscale = 1.0: give it and mscale_all_dim = None both"),
-        ({"mscale": -1.0, "mscale_all_dim": 1.0}, "yarn.mscale = -1.0: must be finite"),
+        ({"attention_factor": math.inf}, "yarn.attention_factor = inf: must be positive"),
+        ({"mscale": 1.0}, "yarn.mscale, mscale_all_dim = (1.0, 0): must be both"),
+        (
+            {"mscale": -1.0, "mscale_all_dim": 1.0},
+            "mscale_all_dim = (-1.0, 1.0): must be both",
+        ),
     ],
 )
 def test_yarn_violations(fields, line):

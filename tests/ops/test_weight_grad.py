@@ -5,7 +5,6 @@ import pytest
 import torch
 from pith_ops.grouped_linear import Groups
 from pith_ops.weight_grad import (
-    WeightGradEntry,
     WeightGradQueue,
     add_weight_grad,
     dense_weight_grad,
@@ -14,34 +13,33 @@ from pith_ops.weight_grad import (
 from torch import Tensor, nn
 
 
-def dense_entry(weight: Tensor, rows: tuple[int, ...] = (2, 3)) -> WeightGradEntry:
+def operands(weight: Tensor, rows: tuple[int, ...] = (2, 3)) -> tuple[Tensor, Tensor]:
+    """`x` and `dy` for it."""
     out, width = weight.shape
-    return WeightGradEntry(
-        weight=weight,
-        input=torch.randn(*rows, width, dtype=weight.dtype),
-        grad_output=torch.randn(*rows, out, dtype=weight.dtype),
-        groups=None,
+    return (
+        torch.randn(*rows, width, dtype=weight.dtype),
+        torch.randn(*rows, out, dtype=weight.dtype),
     )
 
 
 def test_dense_gradient_equals_autograd():
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
-    entry = dense_entry(weight)
-    (entry.input @ weight.t()).backward(entry.grad_output)
+    x, grad = operands(weight)
+    (x @ weight.t()).backward(grad)
     expected = weight.grad.clone()
-    torch.testing.assert_close(dense_weight_grad(entry.input, entry.grad_output), expected)
+    torch.testing.assert_close(dense_weight_grad(x, grad), expected)
     weight.grad = None
-    add_weight_grad(entry)
+    add_weight_grad(weight, x, grad)
     torch.testing.assert_close(weight.grad, expected)
-    add_weight_grad(entry)
+    add_weight_grad(weight, x, grad)
     torch.testing.assert_close(weight.grad, 2 * expected)
 
 
 def test_an_empty_batch_gives_zeros():
-    entry = dense_entry(nn.Parameter(torch.randn(3, 5)), rows=(0,))
-    add_weight_grad(entry)
-    assert torch.equal(entry.weight.grad, torch.zeros(3, 5))
+    weight = nn.Parameter(torch.randn(3, 5))
+    add_weight_grad(weight, *operands(weight, rows=(0,)))
+    assert torch.equal(weight.grad, torch.zeros(3, 5))
 
 
 def test_grouped_gradient_ignores_rows_past_the_groups():
@@ -67,9 +65,7 @@ def test_a_preset_fp32_buffer_receives_the_sum_in_fp32():
     buffer = torch.ones(1, 1)
     weight.grad = buffer
     one = torch.ones(1, 1).bfloat16()
-    add_weight_grad(
-        WeightGradEntry(weight=weight, input=one * 2**-10, grad_output=one, groups=None)
-    )
+    add_weight_grad(weight, one * 2**-10, one)
     assert weight.grad is buffer
     assert buffer.item() == 1 + 2**-10
 
@@ -78,33 +74,36 @@ def test_a_preset_fp32_buffer_receives_the_sum_in_fp32():
 def test_an_absent_gradient_is_set_in_the_declared_dtype(grad_dtype):
     weight = nn.Parameter(torch.randn(3, 5).bfloat16())
     weight.grad_dtype = grad_dtype
-    add_weight_grad(dense_entry(weight))
+    add_weight_grad(weight, *operands(weight))
     assert weight.grad.dtype == grad_dtype
 
 
-def test_entries_run_oldest_first_and_free_their_operands():
+def test_entries_run_oldest_first_and_free_their_operands(monkeypatch):
     weights = [nn.Parameter(torch.randn(3, 5)) for _ in range(3)]
-    queue = WeightGradQueue()
-    operands = []
+    queue, pushed, seen = WeightGradQueue(), [], []
+
+    def recorded(*entry):
+        gc.collect()
+        seen.append([o() is None for o in pushed])
+        add_weight_grad(*entry)
+        seen.append([w.grad is not None for w in weights])
+
+    monkeypatch.setattr("pith_ops.weight_grad.add_weight_grad", recorded)
     for weight in weights:
-        entry = dense_entry(weight)
-        operands.append(weakref.ref(entry.input))
-        queue.push(entry)
-    del entry
+        x, grad = operands(weight)
+        pushed.append(weakref.ref(grad))
+        queue.push(weight, x, grad)
+    del x, grad
     assert len(queue) == 3
-    queue.run_oldest()
+    queue.flush()
+    # Before an entry runs, those before it are gone; after it has run, its gradient is there.
+    for i in range(3):
+        assert seen[2 * i] == [j < i for j in range(3)]
+        assert seen[2 * i + 1] == [j <= i for j in range(3)]
     gc.collect()
-    assert [w.grad is not None for w in weights] == [True, False, False]
-    assert [o() is None for o in operands] == [True, False, False]
+    assert len(queue) == 0 and all(o() is None for o in pushed)
     queue.flush()
-    assert len(queue) == 0
-    assert all(w.grad is not None for w in weights)
-    queue.flush()
-
-
-def test_an_empty_queue_has_no_oldest_entry():
-    with pytest.raises(RuntimeError, match="empty"):
-        WeightGradQueue().run_oldest()
+    assert len(seen) == 6
 
 
 @pytest.mark.parametrize(
@@ -116,4 +115,4 @@ def test_an_empty_queue_has_no_oldest_entry():
 )
 def test_a_weight_that_cannot_hold_a_gradient_is_refused(weight, word):
     with pytest.raises(ValueError, match=word):
-        WeightGradQueue().push(dense_entry(weight))
+        WeightGradQueue().push(weight, *operands(weight))

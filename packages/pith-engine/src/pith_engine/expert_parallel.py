@@ -91,7 +91,7 @@ def open_metadata(metadata: Tensor, route: Route) -> Arrival:
     Copied: what was received may be dropped as soon as the experts are launched.
     """
     ids, weights = metadata.chunk(2, dim=1)
-    plan = plan_experts(ids.to(torch.int32), len(route.expert_sizes), route.expert_sizes)
+    plan = plan_experts(ids.to(torch.int32), route.expert_sizes)
     return Arrival(weights=weights.clone(), plan=plan)
 
 

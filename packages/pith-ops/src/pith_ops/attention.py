@@ -1,23 +1,22 @@
-"""Causal attention with grouped query heads and packed documents, returning output and LSE.
+"""Attention with grouped query heads, packed documents, windows and sinks: output and LSE.
 
 Per query head h, with g = h // (Hq / Hkv) the key/value head it shares:
 
     s[i, j] = scale * q[i, h] . k[j, g]      -inf where i must not see j
-    lse[i]  = log(sum over j of exp(s[i, j]), plus exp(sink[h]) where heads have sinks)
+    lse[i]  = log(sum over j of exp(s[i, j]) [+ exp(sink[h])])
     out[i]  = sum over j of exp(s[i, j] - lse[i]) * v[j, g]
     ds      = exp(s - lse) * (dout . v' - delta),   delta[i] = dout[i] . out[i]
 
-The LSE, which torch's public operator does not return, merges partial results over blocks of keys.
-The last formula needs of the forward only out and lse: given those of *all* keys, a backward over
-some keys yields their share of the gradients. Ring attention and sinks rest on that. A query that
-sees nothing gives 0 and LSE -inf.
+The LSE, which torch's public operator lacks, merges results over blocks of keys. Given out and lse
+over *all* keys, a backward over some yields their share of the gradients: ring attention and sinks
+rest on that. A query that sees nothing gives 0 and LSE -inf.
 
 `REFERENCE` holds all S x K scores; `FLASH` is torch's FlashAttention-2 (Dao 2023, arXiv 2307.08691)
 on CUDA and its counterpart on CPUs; `CUDNN` is cuDNN's.
 
 The trap: below torch's public interface nothing is checked. When S and K differ, cuDNN and torch's
 CPU operator align the mask at the top left; a query without keys gets +inf, -inf or a finite LSE;
-cuDNN fills fp32 outputs with NaN (seen on an H200 and a CPU). Hence `ATTENTION_TABLE`.
+cuDNN fills fp32 outputs with NaN. Hence `ATTENTION_TABLE`.
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from pith_ops.weight_grad import dense_weight_grad
 
 
 class AttentionBackend(Enum):
-    """Who computes attention, in the order of "auto"."""
+    """In the order of "auto"."""
 
     CUDNN = "cudnn"
     FLASH = "flash"
@@ -46,63 +45,55 @@ class AttentionBackend(Enum):
 class Visibility:
     """Which of K keys each of S queries sees.
 
-    Aligned at the bottom right: key j is `(i - S) - (j - K)` places before query i, counted within
-    their segments if there are `offsets`.
+    Aligned at the bottom right: key j is `(i - S) - (j - K)` places before query i, within their
+    segments if there are `offsets`.
     """
 
     causal: bool = True
-    """No key after the query itself."""
+    """No later key."""
     window: int | None = None
-    """The query's own key and `window - 1` before it; None for all."""
+    """The query's own key and `window - 1` before it, or None."""
     offsets: tuple[Tensor, Tensor] | None = None
-    """`[N + 1]` int32 each, ascending from 0 to `B * S` and `B * K`, of segments that see only
-    themselves; None for one segment a sequence."""
+    """`[N + 1]` int32, ascending from 0 to `B * S` and `B * K`, of segments that see themselves
+    only; None for the sequences."""
 
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or not self.causal):
             raise ValueError(
                 f"attention window {self.window}, causal {self.causal}: a window is at least 1 and "
-                "causal; None for no window"
+                "causal, or None"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Capability:
-    """What one backend can do on one kind of device."""
+    """What a backend can do on some devices."""
 
     backend: AttentionBackend
-    column: DeviceColumn
+    columns: tuple[DeviceColumn, ...]
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-    head_dims: range | None = range(8, 257, 8)  # None for all
+    any_head_dim: bool = False  # not only multiples of 8 up to 256
     other_value_dim: bool = False  # than that of queries and keys
-    packed: bool = True
-    window: bool = True
-    other_lengths: bool = True  # more keys than queries in a causal call
+    any_mask: bool = True  # offsets, windows, more keys than queries in a causal call
     deterministic: bool = True  # flash on CUDA: under torch.use_deterministic_algorithms
 
 
-_GPUS = (DeviceColumn.SM_90, DeviceColumn.SM_100)
+_GPUS = (DeviceColumn.SM_90, DeviceColumn.SM_100)  # The first ran on an H200, the second never.
 
-# The rows of SM_90 ran on an H200; those of SM_100 repeat them and have never run.
 ATTENTION_TABLE: tuple[_Capability, ...] = (
-    *(
-        _Capability(
-            backend=AttentionBackend.CUDNN,
-            column=column,
-            other_value_dim=True,
-            packed=False,
-            window=False,
-            other_lengths=False,
-            deterministic=False,
-        )
-        for column in _GPUS
+    _Capability(
+        backend=AttentionBackend.CUDNN,
+        columns=_GPUS,
+        other_value_dim=True,
+        any_mask=False,
+        deterministic=False,
     ),
-    *(_Capability(backend=AttentionBackend.FLASH, column=column) for column in _GPUS),
+    _Capability(backend=AttentionBackend.FLASH, columns=_GPUS),
     _Capability(
         backend=AttentionBackend.FLASH,
-        column=DeviceColumn.CPU,
+        columns=(DeviceColumn.CPU,),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        head_dims=None,
+        any_head_dim=True,
     ),
 )
 
@@ -116,31 +107,27 @@ def choose_attention_backend(
     packed: bool,
     *,
     window: bool = False,
-    deterministic: bool = False,
 ) -> AttentionBackend:
-    """The backend of that name, or with "auto" the first that can do what is asked.
+    """The backend of that name, or with "auto" the first that can; else a ValueError.
 
-    `packed`: document offsets; a window may meet more keys than queries. A ValueError says what is
-    missing and which backends can.
+    `packed`: with document offsets.
     """
-    asked = {"packed": packed, "window": window, "other_lengths": window}
     violations = {
         backend.value: attention_violations(
-            backend, device, dtype, head_dim, value_dim, deterministic=deterministic, **asked
+            backend, device, dtype, head_dim, value_dim, packed=packed, window=window
         )
         for backend in AttentionBackend
     }
     able = [name for name, found in violations.items() if not found]
-    if requested == "auto":
-        return AttentionBackend(able[0])
+    requested = able[0] if requested == "auto" else requested
     if requested not in violations:
         raise ValueError(
-            f"attention backend {requested!r} is unknown; allowed: auto, {', '.join(violations)}"
+            f"attention backend {requested!r}: unknown; allowed: auto, {', '.join(violations)}"
         )
     if violations[requested]:
         raise ValueError(
-            f"attention backend {requested!r} cannot be used: {'; '.join(violations[requested])}. "
-            f"Ask for 'auto' or one that can: {', '.join(able)}"
+            f"attention backend {requested!r}: {'; '.join(violations[requested])}; use 'auto' or "
+            f"one that can: {', '.join(able)}"
         )
     return AttentionBackend(requested)
 
@@ -154,13 +141,14 @@ def attention_violations(
     *,
     packed: bool = False,
     window: bool = False,
-    other_lengths: bool = False,
-    deterministic: bool = False,
+    more_keys: bool = False,
 ) -> list[str]:
-    """What `backend` cannot do of what is asked, in words."""
+    """What `backend` cannot do of what is asked; `more_keys` than causal queries."""
     if backend is AttentionBackend.REFERENCE:
         return []
-    rows = {row.column: row for row in ATTENTION_TABLE if row.backend is backend}
+    rows = {
+        column: row for row in ATTENTION_TABLE if row.backend is backend for column in row.columns
+    }
     column = device_column(device)
     if column not in rows:
         return [f"device {device} is none of {', '.join(column.value for column in rows)}"]
@@ -169,19 +157,14 @@ def attention_violations(
     if dtype not in row.dtypes:
         violations.append(f"dtype {dtype} is none of {', '.join(map(str, row.dtypes))}")
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim)):
-        if row.head_dims and dim not in row.head_dims:
-            step, largest = row.head_dims.step, row.head_dims[-1]
-            violations.append(f"{name} {dim} is no multiple of {step} up to {largest}")
+        if (dim % 8 or dim > 256) and not row.any_head_dim:
+            violations.append(f"{name} {dim} is no multiple of 8 up to 256")
     if value_dim != head_dim and not row.other_value_dim:
         violations.append(f"value_dim {value_dim} differs from head_dim {head_dim}")
-    if packed and not row.packed:
-        violations.append("it takes no document offsets")
-    if window and not row.window:
-        violations.append("it takes no sliding window")
-    if other_lengths and not row.other_lengths:
-        violations.append("it takes as many keys as queries only")
-    if deterministic and not row.deterministic:
-        violations.append("its backward differs from run to run")
+    if not row.any_mask:
+        asked = {"document offsets": packed, "sliding window": window}
+        asked["more keys than queries"] = more_keys
+        violations += [f"it takes no {name}" for name, is_asked in asked.items() if is_asked]
     return violations
 
 
@@ -195,35 +178,31 @@ def attention(
     sinks: Tensor | None = None,
     backend: AttentionBackend,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every sequence or document with itself, causal unless `visibility` says else.
+    """Attention under `visibility`, causal within sequences by default.
 
     `query [B, S, Hq, D]`, `key [B, K, Hkv, D]`, `value [B, K, Hkv, Dv]` -> output `[B, S, Hq, Dv]`
-    in their dtype and LSE `[B, Hq, S]` in the accumulation dtype, which only `REFERENCE`
-    differentiates. `scale` is `D ** -0.5` when None; `sinks [Hq]` are logits without a value. A
-    ValueError says what does not fit or what the backend cannot do.
+    in their dtype, LSE `[B, Hq, S]` in fp32 or float64, which only `REFERENCE` differentiates.
+    `scale` None is `D ** -0.5`; `sinks [Hq]` are logits without a value. A ValueError says what
+    does not fit or what the backend cannot do.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     settings = {"scale": scale, "visibility": visibility or Visibility(), "backend": backend}
     if backend is AttentionBackend.REFERENCE:
-        return _attend(query, key, value, sinks, settings)
+        return apply_sinks(*attention_forward(query, key, value, **settings), sinks)
     return _Attention.apply(query, key, value, sinks, settings)
 
 
 def attention_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    visibility: Visibility,
+    query: Tensor, key: Tensor, value: Tensor, scale: float, visibility: Visibility
 ) -> tuple[Tensor, Tensor]:
-    """The formula by plain autograd in the accumulation dtype, the output rounded once."""
+    """The formula by plain autograd, the output rounded once."""
     wide = accumulation_dtype(query.dtype)
     grouped = query.to(wide).unflatten(2, (key.shape[2], -1))
     scores = torch.einsum("bihgd,bjhd->bhgij", grouped, key.to(wide)) * scale
     visible = _visible_keys(query, key, visibility)[:, None, None]
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = scores.logsumexp(-1)
-    # A query without keys: exp(-inf - 0) = 0, where exp(-inf - -inf) would be NaN.
+    # Without keys exp(-inf - 0) = 0, where exp(-inf - -inf) would be NaN.
     shift = lse.masked_fill(lse == -torch.inf, 0.0)
     probabilities = (scores - shift[..., None]).exp()
     out = torch.einsum("bhgij,bjhd->bihgd", probabilities, value.to(wide))
@@ -239,7 +218,7 @@ def attention_forward(
     visibility: Visibility,
     backend: AttentionBackend,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` without sinks; only `REFERENCE` has a gradient."""
+    """`attention` without sinks, and without a gradient but by `REFERENCE`."""
     _check_operands(query, key, value, visibility, backend)
     heads_first = [x.transpose(1, 2) for x in (query, key, value)]
     match backend:
@@ -283,25 +262,23 @@ def attention_backward(
     scale: float,
     visibility: Visibility,
     backend: AttentionBackend,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients through these keys; out and LSE are of the whole softmax, sinks included."""
-    # As in the reference: exp(s - inf) = 0 for a query without keys.
+) -> tuple[Tensor, ...]:
+    """Gradients through these keys; out and LSE are over all keys and sinks."""
+    # exp(s - inf) = 0 for a query without keys.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
     tensors = (grad.contiguous(), query, key, value, out)
     heads_first = [x.transpose(1, 2) for x in tensors]
     match backend:
         case AttentionBackend.REFERENCE:
-            # The derivatives of the sum of `exp(part's lse - lse) * dout . (part - out)`.
+            # Of the sum of `exp(part's lse - lse) * dout . (part - out)`.
             with torch.enable_grad():
                 leaves = [x.detach().requires_grad_() for x in (query, key, value)]
                 q, k, v = (x.to(lse.dtype) for x in leaves)
                 part, part_lse = attention_reference(q, k, v, scale, visibility)
                 share = (part_lse - lse).exp().transpose(1, 2)[..., None]
                 total = (share * grad * (part - out)).sum()
-            dq, dk, dv = torch.autograd.grad(total, leaves)
-            return dq, dk, dv
+            return torch.autograd.grad(total, leaves)
         case AttentionBackend.CUDNN:
-            # Random state for dropout; no bias, no offsets.
             unused = (*torch.zeros(2, 1, dtype=torch.int64, device=lse.device), None, None, None)
             settings = (query.shape[1], key.shape[1], 0.0, visibility.causal)
             grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -321,12 +298,11 @@ def attention_backward(
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *heads_first, lse, 0.0, causal, attn_mask=mask, scale=scale
             )
-    dq, dk, dv = (x.transpose(1, 2) for x in grads)
-    return dq, dk, dv
+    return tuple(x.transpose(1, 2) for x in grads)
 
 
 def merge_attention(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add the result over other keys to `out` and `lse` in place, both of the dtype of `lse`."""
+    """Add the result over other keys to `out` and `lse` in place, both of one dtype."""
     total = torch.logaddexp(lse, part_lse)
     shift = total.masked_fill(total == -torch.inf, 0.0)  # -inf - -inf would be NaN
     kept, added = ((x - shift).exp().transpose(1, 2)[..., None] for x in (lse, part_lse))
@@ -337,8 +313,8 @@ def merge_attention(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) ->
 def expand_latent(
     latent: Tensor, rotary_key: Tensor, kv_b: Tensor, num_heads: int, num_nope: int
 ) -> tuple[Tensor, Tensor]:
-    """`latent [B, K, R]`, shared `rotary_key [B, K, Dr]`, `kv_b [Hq * (Dn + Dv), R]` -> all heads'
-    keys `[B, K, Hq, Dn + Dr]` and values `[B, K, Hq, Dv]`; `num_nope` is Dn."""
+    """`latent [B, K, R]`, `rotary_key [B, K, Dr]`, `kv_b [Hq * (Dn + Dv), R]` -> keys
+    `[B, K, Hq, Dn + Dr]`, values `[B, K, Hq, Dv]`; `num_nope` is Dn."""
     heads = linear(latent, kv_b).unflatten(-1, (num_heads, -1))
     rotary = rotary_key[:, :, None].expand(-1, -1, num_heads, -1)
     return torch.cat([heads[..., :num_nope], rotary], -1), heads[..., num_nope:]
@@ -347,18 +323,20 @@ def expand_latent(
 def expand_latent_backward(
     dkey: Tensor, dvalue: Tensor, latent: Tensor, kv_b: Tensor, num_nope: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of latent, rotary key (in fp32 or wider) and `kv_b`."""
+    """Gradients of latent, rotary key (fp32 or wider), `kv_b`."""
     dheads = torch.cat([dkey[..., :num_nope], dvalue], -1).flatten(2)
     drotary = dkey[..., num_nope:].sum(2, dtype=accumulation_dtype(dkey.dtype))
     return dheads @ kv_b, drotary, dense_weight_grad(latent, dheads)
 
 
-def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add sinks `[Hq]` to a finished softmax: the keys keep `sigmoid(lse - sink)`."""
+def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add sinks `[Hq]`, if any, to a finished softmax: the keys keep `sigmoid(lse - sink)`."""
+    if sinks is None:
+        return out, lse
     if sinks.shape != lse.shape[1:2]:
         raise ValueError(
             f"attention: sinks {list(sinks.shape)} must hold one logit for each of the "
-            f"{lse.shape[1]} query heads"
+            f"{lse.shape[1]} heads"
         )
     logits = sinks.to(lse.dtype)[:, None]
     kept = (lse - logits).sigmoid().transpose(1, 2)[..., None]
@@ -366,25 +344,18 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 
 def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """`-sum over queries of exp(sink - lse) * delta`, `[Hq]`; out and lse include the sinks."""
+    """`-sum over queries of exp(sink - lse) * delta` `[Hq]`; out and lse include the sinks."""
     delta = (grad * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def sequence_offsets(documents: Tensor, num_sequences: int, length: int) -> Tensor:
-    """Document offsets `[D + 1]` int32 -> `[D + B + 2]` for `Visibility`, cut at sequences too."""
+    """Documents `[D + 1]` int32 -> `[D + B + 2]` for `Visibility`, cut at sequences too."""
     _check_offsets(documents, num_sequences * length)
     starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=documents.device) * length
-    # Not deduplicated: the host would wait for the number of distinct ones.
+    # Not deduplicated: the host would wait for their number.
     return torch.cat([documents, starts]).sort().values
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, settings: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    out, lse = attention_forward(query, key, value, **settings)
-    return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
 
 class _Attention(torch.autograd.Function):
@@ -397,7 +368,7 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         settings: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _attend(query, key, value, sinks, settings)
+        out, lse = apply_sinks(*attention_forward(query, key, value, **settings), sinks)
         ctx.save_for_backward(query, key, value, out, lse, sinks)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
@@ -408,8 +379,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_lse is not None:
             raise ValueError(
-                "attention: a gradient arrived at the LSE, which only the backend 'reference' "
-                "differentiates; detach it or use that backend"
+                "attention: a gradient arrived at the LSE: detach it or use the backend 'reference'"
             )
         query, key, value, out, lse, sinks = ctx.saved_tensors
         grads = attention_backward(grad, query, key, value, out, lse, **ctx.settings)
@@ -420,22 +390,20 @@ def _check_operands(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, backend: AttentionBackend
 ) -> None:
     q, k, v = query.shape, key.shape, value.shape
+    dtypes = query.dtype, key.dtype, value.dtype
     fits = len(q) == len(k) == len(v) == 4 and q[0] == k[0] and q[3] == k[3] and k[:3] == v[:3]
-    if not fits or q[2] % k[2]:
+    if not fits or q[2] % k[2] or len({*dtypes}) > 1:
         raise ValueError(
             f"attention: query {list(q)}, key {list(k)}, value {list(v)} must be [B, S, Hq, D], "
-            "[B, K, Hkv, D], [B, K, Hkv, Dv] with Hq a multiple of Hkv"
+            f"[B, K, Hkv, D], [B, K, Hkv, Dv], Hq a multiple of Hkv, and {dtypes} must be equal"
         )
-    if not query.dtype == key.dtype == value.dtype:
-        dtypes = f"{query.dtype}, {key.dtype}, {value.dtype}"
-        raise ValueError(f"attention: dtypes {dtypes} must be equal")
-    packed, window = visibility.offsets is not None, visibility.window is not None
-    aligned = visibility.causal and not packed
     for offsets, length in zip(visibility.offsets or (), (q[1], k[1]), strict=False):
         _check_offsets(offsets, q[0] * length)
-    asked = {"packed": packed, "window": window, "other_lengths": aligned and k[1] != q[1]}
+    packed, window = visibility.offsets is not None, visibility.window is not None
+    more = k[1] - q[1] if visibility.causal and not packed else 0
+    asked = {"packed": packed, "window": window, "more_keys": more > 0}
     violations = attention_violations(backend, query.device, query.dtype, q[3], v[3], **asked)
-    if aligned and k[1] < q[1] and backend is not AttentionBackend.REFERENCE:
+    if more < 0 and backend is not AttentionBackend.REFERENCE:
         violations.append(
             f"{q[1]} queries, {k[1]} keys: some see none, which only 'reference' takes"
         )
@@ -444,16 +412,16 @@ def _check_operands(
 
 
 def _check_offsets(offsets: Tensor, num_tokens: int) -> None:
-    """On CUDA values are trusted: a look would make the host wait."""
-    fault = None
-    if offsets.dtype != torch.int32 or offsets.ndim != 1:
-        fault = f"{offsets.dtype} {list(offsets.shape)} must be int32 offsets [D+1]"
-    elif offsets.device.type == "cpu":
+    """On CUDA values are trusted: looking would make the host wait."""
+    fits = offsets.dtype == torch.int32 and offsets.ndim == 1
+    if fits and offsets.device.type == "cpu":
         values = offsets.tolist()
-        if values != sorted(values) or values[:1] + values[-1:] != [0, num_tokens]:
-            fault = f"{values} must ascend from 0 to {num_tokens}, the number of tokens"
-    if fault:
-        raise ValueError(f"attention: documents {fault}")
+        fits = values == sorted(values) and values[:1] + values[-1:] == [0, num_tokens]
+    if not fits:
+        raise ValueError(
+            f"attention: {offsets.dtype} documents {offsets.tolist()} must ascend from 0 to "
+            f"{num_tokens}, the tokens, and must be int32 [D + 1]"
+        )
 
 
 def _visible_keys(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor:
@@ -475,7 +443,7 @@ def _visible_keys(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor:
 
 
 def _cpu_mask(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[bool, Tensor | None]:
-    """Whether torch's operator shall hide later keys itself, else a mask `[B, 1, S, K]`."""
+    """Whether torch's operator hides later keys itself; else a mask `[B or 1, 1, S, K]`."""
     square = query.shape[1] == key.shape[1] or not visibility.causal
     if square and visibility.window is None and visibility.offsets is None:
         return visibility.causal, None
@@ -486,7 +454,7 @@ def _cpu_mask(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[bool,
 def _flash_arguments(
     tensors: Sequence[Tensor], query: Tensor, key: Tensor, visibility: Visibility
 ) -> tuple[list[Tensor], tuple[Any, ...], dict[str, int]]:
-    """Tensors, with offsets as one row of tokens; settings; keys before and after, -1 for all."""
+    """Tensors, as rows of tokens if there are offsets; settings; keys before and after or -1."""
     offsets, causal = visibility.offsets, visibility.causal
     rows = [x if offsets is None else x.flatten(0, 1) for x in tensors]
     left = -1 if visibility.window is None else visibility.window - 1

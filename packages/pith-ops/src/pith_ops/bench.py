@@ -336,7 +336,7 @@ def _bench_dispatch(layer: _Layer) -> list[_BenchRow]:
     order = ids.flatten().argsort(stable=True)
     counts = count_dispatch(ids, experts, num_ranks)
     num_rows = int(counts[:, 0].sum())
-    plan = plan_experts(ids, experts, counts[:, 1:].flatten().tolist())
+    plan = plan_experts(ids, counts[:, 1:].flatten().tolist())
 
     def plan_send(ids: Tensor) -> Tensor:
         count_dispatch(ids, experts, num_ranks)

@@ -11,7 +11,7 @@ import torch
 
 
 class DeviceColumn(Enum):
-    """Kinds of device in capability tables: CPU, Hopper, data-center Blackwell."""
+    """In capability tables: CPU, Hopper, data-center Blackwell."""
 
     CPU = "cpu"
     SM_90 = "sm_90"
@@ -25,12 +25,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def device_capability(index: int | None = None) -> tuple[int, int] | None:
-    """Compute capability (major, minor) of a CUDA device, None without CUDA."""
+    """Compute capability of a CUDA device, None without CUDA."""
     return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
 
 
 def device_column(device: torch.device) -> DeviceColumn | None:
-    """Column of `device` in a capability table, if any."""
+    """That of `device`, if any."""
     if device.type == "cpu":
         return DeviceColumn.CPU
     match device_capability(device.index) if device.type == "cuda" else None:
@@ -46,7 +46,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    # Vendor data sheets; the first that the name contains counts.
+    # Vendors' data sheets; the first that the name contains.
     sheet = (
         ("H100 PCIe", 756e12),
         ("H100 NVL", 835e12),

@@ -1,22 +1,22 @@
 """Index maths of expert dispatch: which rows go where, and the sums on the way back.
 
 R ranks share E experts, `E_local = E / R` each, in order. T tokens of this rank choose K experts
-each (`ids [T, K]` int32, -1 is "sent nowhere"). The way of one micro-batch:
+each (`ids [T, K]` int32, -1: sent nowhere). The way of one micro-batch:
 
-    sender    count_dispatch    rows and pairs for every rank: a first, small all-to-all
+    sender    count_dispatch    rows and pairs for every rank, in a first, small all-to-all
               plan_dispatch     a token goes once to each rank with one of its experts (N rows)
-              send_weights      the routing weights travel beside it
+              send_weights      the routing weights beside it
     receiver  plan_experts      M rows received -> P (row, expert) pairs sorted by expert
-              gather_rows       [M, H] -> [P, H], then the experts run on [P, H]
-              weighted_partial_sums   [P, H] -> [M, H], one partial sum per row received
+              gather_rows       [M, H] -> [P, H], on which the experts run
+              weighted_partial_sums   [P, H] -> [M, H], a partial sum per row received
     sender    sum_ranks         [N, H] returned -> [T, H]
 
 The gradient, sent as the tokens were, meets `weighted_partial_sums_backward`, the experts' dgrad,
-`sum_pairs`, and `sum_ranks` with `sum_rank_weights` at home.
+`sum_pairs`, and at home `sum_ranks`, `sum_rank_weights`.
 
-Every sum runs in the accumulation dtype in a fixed order (experts, then ranks ascending) and is
-rounded once. The host never waits: the caller passes the sizes. The trap: "absent" is -1, a valid
-index; such rows are masked, never multiplied by 0, since 0 times NaN is NaN.
+Sums run in the accumulation dtype in a fixed order (experts, then ranks ascending) and are rounded
+once. The host never waits: the caller passes the sizes. The trap: "absent" is -1, a valid index;
+such rows are masked, never multiplied by 0, since 0 times NaN is NaN.
 """
 
 from collections.abc import Sequence
@@ -31,34 +31,34 @@ from pith_ops.grouped_linear import Groups
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DispatchPlan:
-    """What this rank sends: N rows by rank, then by token; all int32."""
+    """What this rank sends: N rows by rank, then token; int32."""
 
     send_tokens: Tensor
     """`[N]`."""
     send_ids: Tensor
     """`[N, K]`, local to the receiver, -1 for slots held elsewhere."""
     token_rows: Tensor
-    """`[T, R]`, row of token t for rank r or -1."""
+    """`[T, R]`, row of a token for a rank or -1."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertPlan:
-    """How M received rows spread into P pairs sorted by expert, then by row; all int32."""
+    """How M received rows spread into P pairs by expert, then row; int32."""
 
     pair_rows: Tensor
-    """`[P]`, row of each pair."""
+    """`[P]`."""
     pair_slots: Tensor
-    """`[P]`, its k in 0..K-1."""
+    """`[P]`, in 0..K-1."""
     row_pairs: Tensor
     """`[M, K]`, pairs of each row by ascending expert, then -1."""
     groups: Groups
-    """Pairs of each local expert."""
+    """Pairs of the local experts."""
 
 
 def count_dispatch(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     """`[R, 1 + E_local]` int64: rows to each rank, pairs per expert there; R must divide E."""
     rows = _needed_ranks(ids, num_experts, num_ranks).sum(0)
-    # Not bincount: on CUDA it makes the host wait for the largest id.
+    # Not bincount: on CUDA the host would wait for the largest id.
     pairs = ids.new_zeros(num_experts + 1, dtype=torch.int64)
     experts = torch.where(ids < 0, num_experts, ids).flatten().long()
     pairs.scatter_add_(0, experts, torch.ones_like(experts))
@@ -66,7 +66,7 @@ def count_dispatch(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
 
 
 def plan_dispatch(ids: Tensor, num_experts: int, num_ranks: int, num_rows: int) -> DispatchPlan:
-    """The sender's side; `num_rows` sums column 0 of the counts."""
+    """The sender's side; `num_rows` is N, the sum of column 0 of the counts."""
     needed = _needed_ranks(ids, num_experts, num_ranks).t()
     num_tokens, local = max(len(ids), 1), num_experts // num_ranks
     # Rank-major running count: row n is where it first reaches n + 1.
@@ -88,17 +88,17 @@ def send_weights(plan: DispatchPlan, weights: Tensor) -> Tensor:
     return weights[plan.send_tokens].masked_fill(plan.send_ids < 0, 0)
 
 
-def plan_experts(received_ids: Tensor, num_local_experts: int, sizes: Sequence[int]) -> ExpertPlan:
-    """The receiver's side; a ValueError unless `sizes` are the pairs of each expert."""
+def plan_experts(received_ids: Tensor, sizes: Sequence[int]) -> ExpertPlan:
+    """The receiver's side; `sizes` are the pairs of each local expert (more: a ValueError)."""
     num_slots = received_ids.shape[1]
-    if len(sizes) != num_local_experts or sum(sizes) > received_ids.numel():
+    if sum(sizes) > received_ids.numel():
         raise ValueError(
-            f"sizes: {list(sizes)} does not fit {num_local_experts} local experts and "
-            f"{received_ids.numel()} slots; sum the received pair counts over senders"
+            f"sizes: {list(sizes)} exceed {received_ids.numel()} slots; sum the received pair "
+            "counts over senders"
         )
     groups = Groups.from_sizes(sizes, received_ids.device)
     absent = received_ids < 0
-    experts = torch.where(absent, num_local_experts, received_ids).flatten()
+    experts = torch.where(absent, len(sizes), received_ids).flatten()
     # Stable: rows ascend within an expert.
     order = experts.argsort(stable=True)
     positions = torch.empty_like(experts)
@@ -124,7 +124,7 @@ def sum_pairs(grad_pairs: Tensor, plan: ExpertPlan) -> Tensor:
 
 
 def weighted_partial_sums(outputs: Tensor, received_weights: Tensor, plan: ExpertPlan) -> Tensor:
-    """`sum over experts here of w_e y_e`; weights `[M, K]` in the accumulation dtype."""
+    """`sum over experts here of w_e y_e`; weights `[M, K]`, fp32 or wider."""
     weights = received_weights[plan.pair_rows, plan.pair_slots]
     return _sum_rows(outputs, plan.row_pairs, weights)
 
@@ -132,7 +132,7 @@ def weighted_partial_sums(outputs: Tensor, received_weights: Tensor, plan: Exper
 def weighted_partial_sums_backward(
     grad: Tensor, outputs: Tensor, received_weights: Tensor, plan: ExpertPlan
 ) -> tuple[Tensor, Tensor]:
-    """`grad [M, H]` -> `w_e dy` `[P, H]`, `dy . y_e` `[M, K]`, 0 in slots held elsewhere."""
+    """`grad [M, H]` -> `w_e dy` `[P, H]`, `dy . y_e` `[M, K]`, 0 where held elsewhere."""
     slots, dtype = (plan.pair_rows, plan.pair_slots), accumulation_dtype(outputs.dtype)
     pair_grads = grad[plan.pair_rows].to(dtype)
     grad_weights = torch.zeros(received_weights.shape, dtype=dtype, device=grad.device)
@@ -142,8 +142,8 @@ def weighted_partial_sums_backward(
 
 
 def sum_ranks(returned: Tensor, plan: DispatchPlan) -> Tensor:
-    """Sum a token's rows, partial sums or gradients; zero if it was sent nowhere."""
-    # A token has at most K rows however large R is.
+    """Sum each token's rows, partial sums or gradients."""
+    # At most K however large R is.
     rows = _present_first(plan.token_rows)[:, : plan.send_ids.shape[1]]
     return _sum_rows(returned, rows)
 
@@ -154,7 +154,7 @@ def sum_rank_weights(grad_weights_rows: Tensor, plan: DispatchPlan) -> Tensor:
 
 
 def _needed_ranks(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
-    """`[T, R]` bool: whether rank r holds one of token t's experts."""
+    """`[T, R]` bool: whether a rank holds one of a token's experts."""
     if num_ranks < 1 or num_experts % num_ranks:
         divisors = [r for r in range(1, num_experts + 1) if num_experts % r == 0]
         raise ValueError(

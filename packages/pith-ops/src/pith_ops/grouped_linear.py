@@ -6,9 +6,9 @@ Group g holds rows `offsets[g - 1] : offsets[g]`. Forward, dgrad and wgrad are o
     dx [P, in]      = dy [P, out] . W       per group
     dW [G, out, in] = dy^T . x              per group, zeros for a group without rows
 
-by torch's `grouped_mm` on CUDA in bf16, by a loop elsewhere. A bias is added to each group's rows,
-and its gradient is their sum in fp32 or wider. The trap: rows past the last group
-(padding) may hold NaN, and `grouped_mm` leaves their outputs unwritten; here they are zeros.
+by torch's `grouped_mm` on CUDA in bf16, by a loop elsewhere. A bias is added to each group's rows;
+its gradient is summed in fp32 or wider. The trap: rows past the last group (padding) may hold NaN,
+and `grouped_mm` leaves their outputs unwritten; here they are zeros.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
 from pith_ops.device import accumulation_dtype
-from pith_ops.weight_grad import WeightGradEntry, WeightGradQueue, grouped_weight_grad
+from pith_ops.weight_grad import WeightGradQueue, grouped_weight_grad
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -32,7 +32,7 @@ class Groups:
     sizes: tuple[int, ...]
     """Rows of each group."""
     offsets: Tensor
-    """`[G]` int32 on the device, where each ends."""
+    """`[G]` int32, where each ends."""
 
     @property
     def total(self) -> int:
@@ -46,7 +46,7 @@ class Groups:
             raise ValueError(f"sizes: {list(sizes)} has a negative size")
         offsets = torch.tensor(list(accumulate(sizes)), dtype=torch.int32)
         if torch.device(device).type == "cuda":
-            # From pageable memory the copy would make the host wait.
+            # From pageable memory the host would wait.
             offsets = offsets.pin_memory()
         return cls(sizes=tuple(sizes), offsets=offsets.to(device, non_blocking=True))
 
@@ -60,25 +60,21 @@ def grouped_linear(
 ) -> Tensor:
     """`x [P, in]` in group order, P >= `groups.total`, `weight [G, out, in]` -> `[P, out]`.
 
-    Without `weight_grads` autograd takes the weight gradient, that of `bias [G, out]` (fp32, or as
-    `x`) always. A ValueError says what does not fit.
+    `weight_grads` takes the weight gradient, autograd that of `bias [G, out]` (fp32, or as `x`). A
+    ValueError says what does not fit.
     """
-    if weight.ndim != 3 or x.ndim != 2 or x.shape[1] != weight.shape[2]:
+    fit = weight.ndim == 3 and x.ndim == 2 and x.shape[1] == weight.shape[2]
+    fit = fit and len(groups.sizes) == len(weight) and groups.total <= len(x)
+    if not fit or x.dtype != weight.dtype:
         raise ValueError(
-            f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: expected [P, in] and "
-            "[G, out, in] with the same `in`"
+            f"x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}, "
+            f"{len(groups.sizes)} groups of {groups.total} rows: expected [P, in], [G, out, in] "
+            "with the same `in`, G groups of at most P rows; dtypes must be equal"
         )
-    if len(groups.sizes) != weight.shape[0] or groups.total > x.shape[0]:
-        raise ValueError(
-            f"groups: {len(groups.sizes)} groups of {groups.total} rows together do not fit "
-            f"{weight.shape[0]} weights and {x.shape[0]} rows"
-        )
-    if x.dtype != weight.dtype:
-        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}: cast one, they must be equal")
     if x.is_cuda and x.dtype == torch.bfloat16 and (weight.shape[1] % 8 or weight.shape[2] % 8):
         raise ValueError(
-            f"weight {tuple(weight.shape)}: bf16 on CUDA needs `out` and `in` to be multiples of "
-            "8; else compute in fp32"
+            f"weight {tuple(weight.shape)}: bf16 on CUDA needs `out` and `in` in multiples of 8; "
+            "else use fp32"
         )
     if bias is not None and (
         bias.shape != weight.shape[:2] or bias.dtype not in (torch.float32, x.dtype)
@@ -93,7 +89,7 @@ def grouped_linear(
 def grouped_linear_reference(
     x: Tensor, weight: Tensor, groups: Groups, bias: Tensor | None = None
 ) -> Tensor:
-    """The same by autograd, one product per group."""
+    """The same by autograd."""
     rows = x[: groups.total].split(groups.sizes)
     outputs = [r @ w.t() for r, w in zip(rows, weight, strict=True)]
     if bias is not None:
@@ -115,7 +111,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.groups, ctx.weight_grads = groups, weight_grads
         y = _grouped_product(x, weight.transpose(1, 2), groups)
         if bias is not None:
-            # In place: gathered rows of the bias would be as large as y.
+            # In place: gathered rows would be as large as y.
             for rows, row in zip(y[: groups.total].split(groups.sizes), bias, strict=True):
                 rows.add_(row)
         return y
@@ -131,9 +127,7 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1] and ctx.weight_grads is None:
             grad_weight = grouped_weight_grad(x, grad, groups)
         elif ctx.needs_input_grad[1]:
-            ctx.weight_grads.push(
-                WeightGradEntry(weight=weight, input=x.detach(), grad_output=grad, groups=groups)
-            )
+            ctx.weight_grads.push(weight, x, grad, groups)
         if ctx.needs_input_grad[4]:
             rows, dtype = grad[: groups.total].split(groups.sizes), accumulation_dtype(grad.dtype)
             grad_bias = torch.stack([dy.sum(0, dtype=dtype) for dy in rows])

@@ -2,9 +2,9 @@
 
     y = x W^T + b        dx = dy W        dW = dy^T x        db = sum over rows of dy
 
-Without a queue this is torch's own linear; with one, the backward pushes the facts of `dW`
-(`weight_grad.py` says why). The trap: autograd then reports no gradient for the weight, not even
-zeros, and a computed weight (a cast, a slice) could not receive what comes later.
+Without a queue this is torch's own; with one, the backward pushes the facts of `dW`
+(`weight_grad.py` says why). The trap: autograd then reports no gradient for the weight, and a
+computed one (a cast, a slice) could not receive what comes later.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from pith_ops.weight_grad import WeightGradEntry, WeightGradQueue
+from pith_ops.weight_grad import WeightGradQueue
 
 
 def linear(
@@ -25,14 +25,14 @@ def linear(
 ) -> Tensor:
     """`x [..., in]`, `weight [out, in]`, `bias [out]` -> `[..., out]`.
 
-    `weight_grads` takes the weight gradient, if the weight is a leaf (else a ValueError).
+    With `weight_grads` a ValueError refuses a computed weight.
     """
     if weight_grads is None or not (weight.requires_grad and torch.is_grad_enabled()):
         return functional.linear(x, weight, bias)
     if not weight.is_leaf:
         raise ValueError(
-            f"linear: the weight {list(weight.shape)} is computed, so its gradient cannot be "
-            "deferred; pass the parameter itself or weight_grads=None"
+            f"linear: the weight {list(weight.shape)} is computed: pass the parameter itself or "
+            "weight_grads=None"
         )
     return _DeferredLinear.apply(x, weight, bias, weight_grads)
 
@@ -50,8 +50,7 @@ class _DeferredLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        entry = WeightGradEntry(weight=weight, input=x.detach(), grad_output=grad, groups=None)
-        ctx.queue.push(entry)
+        ctx.queue.push(weight, x, grad)
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, None

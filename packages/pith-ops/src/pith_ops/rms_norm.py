@@ -2,11 +2,11 @@
 
     rstd = 1 / sqrt(mean(x^2) + eps)      y = weight * (x * rstd)      over the last dim, size H
 
-The trap: `x * rstd`, from the accumulation dtype, is rounded to x's dtype *before* it meets the
+The trap: `x * rstd`, in the accumulation dtype, is rounded to x's dtype *before* it meets the
 weight, as in most released models; in bf16 a third of torch's outputs differ in the last bit.
 GPT-OSS rounds the product alone (`rounds_once`).
 
-Plain autograd would keep three tensors of x's shape; kept here are x and rstd, one number per row.
+Plain autograd would keep three tensors of x's shape; here it keeps x and rstd, one number a row.
 With `n = x * rstd` and `g = weight * dy`:
 
     dx = rstd * (g - n * mean(g * n))        d_weight = sum over rows of dy * n
@@ -56,13 +56,10 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        grad_x = grad_weight = None
         normalised, grad = x.to(rstd.dtype) * rstd, grad.to(rstd.dtype)
-        if ctx.needs_input_grad[1]:
-            met = normalised if ctx.rounds_once else normalised.to(x.dtype)
-            grad_weight = (grad * met).flatten(0, -2).sum(0).to(weight.dtype)
-        if ctx.needs_input_grad[0]:
-            scaled = grad * weight
-            mean = (scaled * normalised).mean(-1, keepdim=True)
-            grad_x = ((scaled - normalised * mean) * rstd).to(x.dtype)
+        met = normalised if ctx.rounds_once else normalised.to(x.dtype)
+        grad_weight = (grad * met).flatten(0, -2).sum(0).to(weight.dtype)
+        scaled = grad * weight
+        mean = (scaled * normalised).mean(-1, keepdim=True)
+        grad_x = ((scaled - normalised * mean) * rstd).to(x.dtype)
         return grad_x, grad_weight, None, None

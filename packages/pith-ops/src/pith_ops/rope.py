@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), with YaRN for longer contexts.
 
-Elements i and i + D/2 of a head (half-split), or 2i and 2i + 1 (interleaved, as in the paper and
-DeepSeek), are rotated by the phase `position * inv_freq[i]`:
+Elements i and i + D/2 of a head, or 2i and 2i + 1 (interleaved: the paper, DeepSeek), are rotated
+by the phase `position * inv_freq[i]`:
 
     inv_freq[i] = theta ** (-2i / D)
     out[i]       = x[i] * cos - x[i + D/2] * sin
@@ -14,8 +14,8 @@ by `factor`; i(r) is the index of the one with r turns:
     ramp     = clamp((i - i(beta_fast)) / (i(beta_slow) - i(beta_fast)), 0, 1)
     inv_freq = inv_freq * (1 - ramp) + inv_freq / factor * ramp
 
-The traps: bf16 cannot represent all positions above 256, so phases and rotation are in fp32 or
-wider, rounded once at the end; GPT-OSS does not `truncate` i(beta_fast) and i(beta_slow).
+The traps: bf16 cannot represent all positions above 256, so all is in fp32 or wider, rounded once
+at the end; GPT-OSS does not `truncate` i(beta_fast) and i(beta_slow).
 """
 
 import math
@@ -27,49 +27,41 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN under Hugging Face's field names."""
+    """YaRN, its fields named as by Hugging Face."""
 
     factor: float
     """Longest context over the original one."""
     original_max_position_embeddings: int
-    """Tokens of the original context."""
+    """In tokens."""
     beta_fast: float = 32.0
-    """Turns from which a frequency is kept."""
+    """Turns from which frequencies are kept."""
     beta_slow: float = 1.0
-    """Turns up to which it is divided by `factor`."""
+    """Turns up to which they are divided."""
     mscale: float | None = None
-    """DeepSeek's coefficient in the table's scale; None or 0: none."""
+    """DeepSeek's coefficient in `table_scale`; None or 0: none."""
     mscale_all_dim: float | None = None
-    """That in the softmax scale."""
+    """That in `softmax_scale`."""
     attention_factor: float | None = None
-    """The table's scale, if given."""
+    """`table_scale`, if given."""
     truncate: bool = True
-    """Whether the ramp begins and ends at whole indices."""
+    """Whether the ramp spans whole indices."""
 
     def violations(self, path: str) -> list[str]:
-        """What is out of range, a line each, its field under `path`."""
-        slow, fast, factor = self.beta_slow, self.beta_fast, self.attention_factor
-        faults = [
-            f"{path}.{name} = {value}: must be finite and at least {least}"
-            for name, value, least in (
-                ("factor", self.factor, 1),
-                ("original_max_position_embeddings", self.original_max_position_embeddings, 1),
-                ("mscale", self.mscale or 0, 0),
-                ("mscale_all_dim", self.mscale_all_dim or 0, 0),
-            )
-            if not least <= value < math.inf
-        ]
-        if not 0 < slow < fast < math.inf:
-            faults.append(f"{path}.beta_fast = {fast}: must be above beta_slow = {slow} above 0")
-        if factor is not None and not 0 < factor < math.inf:
-            faults.append(f"{path}.attention_factor = {factor}: must be positive and finite")
-        if bool(self.mscale) != bool(self.mscale_all_dim):
-            # DeepSeek's code and transformers disagree about one without the other.
-            faults.append(
-                f"{path}.mscale = {self.mscale}: give it and mscale_all_dim = "
-                f"{self.mscale_all_dim} both or neither"
-            )
-        return faults
+        """What is out of range, a line each."""
+        factor, slow, fast = self.factor, self.beta_slow, self.beta_fast
+        length, scale = self.original_max_position_embeddings, self.attention_factor
+        ramped, scaled = 0 < slow < fast < math.inf, scale is None or 0 < scale < math.inf
+        mscales = self.mscale or 0, self.mscale_all_dim or 0
+        # About one mscale alone DeepSeek's code and transformers disagree.
+        paired = mscales == (0, 0) or all(0 < mscale < math.inf for mscale in mscales)
+        rules = (
+            (1 <= factor < math.inf, f"factor = {factor}: must be finite and at least 1"),
+            (length >= 1, f"original_max_position_embeddings = {length}: must be at least 1"),
+            (ramped, f"beta_fast = {fast}: must be finite and above beta_slow = {slow} > 0"),
+            (scaled, f"attention_factor = {scale}: must be positive and finite"),
+            (paired, f"mscale, mscale_all_dim = {mscales}: must be both 0 or both in (0, inf)"),
+        )
+        return [f"{path}.{fault}" for holds, fault in rules if not holds]
 
     @property
     def table_scale(self) -> float:
@@ -82,23 +74,11 @@ class Yarn:
 
     @property
     def softmax_scale(self) -> float:
-        """DeepSeek's further factor of the softmax scale."""
+        """DeepSeek's factor of the softmax scale."""
         return self._magnitude(self.mscale_all_dim or 0.0) ** 2
 
     def _magnitude(self, coefficient: float) -> float:
         return 0.1 * coefficient * math.log(self.factor) + 1.0
-
-    def _ramp(self, head_dim: int, theta: float) -> tuple[float, float]:
-        """Where the blend begins and ends, clamped as in the released code."""
-        original = self.original_max_position_embeddings
-        low, high = (
-            head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-            for turns in (self.beta_fast, self.beta_slow)
-        )
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        return low, high + 0.001 if low == high else high
 
 
 def rope_frequencies(
@@ -116,27 +96,33 @@ def rope_frequencies(
     powers = theta**exponents
     if yarn is None:
         return 1.0 / powers
+    original = yarn.original_max_position_embeddings
     if theta <= 1:
         raise ValueError(f"rope_frequencies: theta {theta} must be above 1 for YaRN")
-    low, high = yarn._ramp(head_dim, theta)
+    low, high = (
+        head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (yarn.beta_fast, yarn.beta_slow)
+    )
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    # As in the released code.
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high += 0.001 if low == high else 0
     indices = torch.arange(head_dim // 2, device=device).to(dtype)
     kept = 1 - ((indices - low) / (high - low)).clamp(0, 1)
-    # In this order fp32 values equal transformers' bit for bit.
+    # In this order fp32 bits equal transformers'.
     return 1.0 / (yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
 def rope_table(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """`scale` times cosine and sine for `positions [T]`: `[T, D/2]` in the dtype of `inv_freq`."""
+    """`scale` times cosine and sine for `positions [T]`: `[T, D/2]` in `inv_freq`'s dtype."""
     phases = positions.to(inv_freq.dtype)[:, None] * inv_freq
     cos, sin = phases.cos(), phases.sin()
     return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate `x [T, h, D]` by `cos, sin [T, D/2]`; autograd keeps the table only, never `x`.
-
-    The output is in the layout of the input: halves, or pairs (2i, 2i + 1) if `interleaved`.
-    """
+    """Rotate `x [T, h, D]`, of either layout, by `cos, sin [T, D/2]`; autograd never keeps `x`."""
     pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1))
     dim = -1 if interleaved else -2
     first, second = pairs.unbind(dim)

@@ -5,13 +5,13 @@
     w = s[ids]                    or s[ids] / sum(s[ids]) with `normalise` (`norm_topk_prob`)
 
 times `scaling` either way. That is Qwen3-MoE and DeepSeek-V2; V3 (arXiv 2412.19437) takes sigmoids,
-GPT-OSS the softmax of the chosen logits. All return ids int32 `[T, K]`, first choice first, weights
+GPT-OSS the softmax of the chosen logits. All return ids int32 `[T, K]`, best first, weights
 `[T, K]` and scores for balancing `[T, N]`, whose rows sum to 1.
 
-Everything runs in the accumulation dtype, autocast or not: neighbouring experts often differ by
-less than a bf16 step. The traps: `torch.topk` promises no order among ties, a stable sort does;
-experts of an excluded group filled with 0 would win over negative biased scores. A recomputed
-forward is handed the ids of the first: its logits may round otherwise.
+All runs in the accumulation dtype, autocast or not: neighbouring experts often differ by less than
+a bf16 step. The traps: `torch.topk` promises no order among ties, a stable sort does; experts of an
+excluded group filled with 0 would win over negative biased scores. A recomputed forward is handed
+the ids of the first: its logits may round otherwise.
 """
 
 import math
@@ -31,9 +31,9 @@ class ExpertGroups:
     num_groups: int
     """Groups of neighbouring experts."""
     num_chosen: int
-    """How many of them; ties go to the lower."""
+    """Of them for a token; ties go to the lower."""
     best: int
-    """A group's score sums this many of its best: 1 in V2, 2 in V3."""
+    """Experts whose scores make a group's: 1 in V2, 2 in V3."""
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,11 +54,10 @@ def softmax_topk(
     chosen: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`logits [T, N]` -> ids, weights, scores.
+    """From `logits [T, N]`.
 
     `bias [N]` is added to the scores for the choice alone (arXiv 2408.15664); `chosen` ids are
-    taken as they are. A ValueError refuses a `top_k` outside 1..N, `chosen` of another shape and
-    `groups` that do not fit.
+    taken as they are. A ValueError refuses `top_k`, `chosen` or `groups` that do not fit.
     """
     logits = logits.to(accumulation_dtype(logits.dtype))
     scores = logits.softmax(1)
@@ -76,7 +75,7 @@ def sigmoid_topk(
     chosen: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `softmax_topk` of sigmoids; scores are these over their sum."""
+    """As `softmax_topk` of sigmoids, the scores being these over their sum."""
     logits = logits.to(accumulation_dtype(logits.dtype))
     gates = logits.sigmoid()
     ids = _choose(logits, gates, top_k, groups, chosen, bias)
@@ -95,7 +94,7 @@ def topk_softmax(
 
 
 _TINY = 1e-20
-"""DeepSeek's guard against a sum of zero; it rounds away in any other."""
+"""DeepSeek's guard against sums of zero; in others it rounds away."""
 
 
 def _weigh(scores: Tensor, ids: Tensor, normalise: bool, scaling: float) -> Tensor:
@@ -105,6 +104,7 @@ def _weigh(scores: Tensor, ids: Tensor, normalise: bool, scaling: float) -> Tens
     return weights if scaling == 1 else weights * scaling
 
 
+@torch.no_grad()
 def _choose(
     logits: Tensor,
     scores: Tensor,
@@ -121,12 +121,12 @@ def _choose(
         if chosen.shape != (num_tokens, top_k):
             raise ValueError(f"chosen: {list(chosen.shape)} is not {[num_tokens, top_k]}, [T, K]")
         return chosen.long()
-    # Sorting logits, not scores: scores that underflow or round would tie where logits do not.
-    keys = logits.detach()
+    # Not scores where logits do: scores that underflow or round would tie.
+    keys = logits
     if bias is not None:
-        keys = scores.detach() + bias.detach()
+        keys = scores + bias
     elif groups is not None and groups.best > 1:
-        keys = scores.detach()
+        keys = scores
     if groups is not None:
         keys = _mask_groups(keys, top_k, groups)
     return keys.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
@@ -144,7 +144,7 @@ def _mask_groups(keys: Tensor, top_k: int, groups: ExpertGroups) -> Tensor:
     ):
         raise ValueError(
             f"groups: {groups} does not fit {num_experts} experts, top_k {top_k}: num_groups must "
-            "divide the experts, num_chosen of them hold top_k, best be from 1 to a group's size"
+            "divide the experts, num_chosen hold top_k, best be from 1 to a group's size"
         )
     grouped = keys.unflatten(1, (groups.num_groups, size))
     totals = grouped.topk(groups.best, dim=2).values.sum(2)

@@ -1,7 +1,7 @@
 """SwiGLU (Shazeer 2020, arXiv 2002.05202): `silu(gate) * up` with `silu(z) = z * sigmoid(z)`.
 
-Plain autograd would keep `silu(gate)` besides `gate_up [..., 2I]`, half as much memory again on the
-widest activations; here the backward computes it once more:
+Plain autograd would keep `silu(gate)` besides `gate_up [..., 2I]`; here the backward computes it
+once more:
 
     d_up = dy * silu(gate)        d_gate = dy * up * s * (1 + gate * (1 - s)),  s = sigmoid(gate)
 
@@ -25,33 +25,32 @@ from pith_ops.device import accumulation_dtype
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """`gate_up [..., 2I]`, gate first, -> `[..., I]` in the same dtype."""
-    _check_halves(gate_up)
+    """`gate_up [..., 2I]`, gate first, -> `[..., I]` in its dtype; a ValueError if odd."""
     return _SwiGLU.apply(gate_up)
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
     """The same by plain autograd; forward values are bit-equal."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = _halves(gate_up)
     return silu(gate) * up
 
 
 def clamped_swiglu(gate_up: Tensor, *, limit: float, alpha: float) -> Tensor:
     """GPT-OSS's, of the same shapes."""
-    _check_halves(gate_up)
     return _ClampedSwiGLU.apply(gate_up, limit, alpha)
 
 
 def clamped_swiglu_reference(gate_up: Tensor, *, limit: float, alpha: float) -> Tensor:
     """The same by plain autograd; forward values are bit-equal."""
-    gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
+    gate, up = _halves(gate_up.to(accumulation_dtype(gate_up.dtype)))
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return ((up + 1) * (gate * (alpha * gate).sigmoid())).to(gate_up.dtype)
 
 
-def _check_halves(gate_up: Tensor) -> None:
+def _halves(gate_up: Tensor) -> tuple[Tensor, ...]:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"swiglu: last dim of gate_up is {gate_up.shape[-1]}; it must be even")
+    return gate_up.chunk(2, dim=-1)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -64,9 +63,8 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
         grad_gate_up = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+        (gate, up), (grad_gate, grad_up) = _halves(gate_up), _halves(grad_gate_up)
         torch.mul(grad, silu(gate), out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return grad_gate_up
@@ -83,8 +81,8 @@ class _ClampedSwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,), limit, alpha = ctx.saved_tensors, ctx.limit, ctx.alpha
-        gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
-        # A value at its limit counts as clamped; torch's own clamp differs between versions.
+        gate, up = _halves(gate_up.to(accumulation_dtype(gate_up.dtype)))
+        # A value at its limit counts as clamped; torch's clamp differs between versions.
         free_gate, free_up = gate < limit, up.abs() < limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         s = (alpha * gate).sigmoid()

@@ -5,13 +5,11 @@
 
 With a queue the backward of `linear` or `grouped_linear` returns `dx` and pushes the facts of `dW`:
 a zero-bubble pipeline runs them in its bubbles (Qi et al., arXiv 2401.10241), an overlapped one
-under an all-to-all. An entry keeps `x` and `dy` until it has run. The trap: autograd never sees
-these gradients and fires no hooks; drain the queue before reading `weight.grad`, which may be a
-preset fp32 buffer of a bf16 weight.
+under an all-to-all. The trap: autograd never sees these gradients and fires no hooks; drain the
+queue before reading `weight.grad`, which may be a preset fp32 buffer of a bf16 weight.
 """
 
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,59 +20,41 @@ if TYPE_CHECKING:
     from pith_ops.grouped_linear import Groups
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightGradEntry:
-    """The facts of one deferred weight gradient."""
-
-    weight: Tensor
-    """Leaf `[out, in]`, with groups `[G, out, in]`."""
-    input: Tensor
-    """`[..., in]`, detached."""
-    grad_output: Tensor
-    """`[..., out]`."""
-    groups: "Groups | None"
-    """None for a dense weight."""
-
-
 class WeightGradQueue:
     """Deferred weight gradients, run first in, first out."""
 
     def __init__(self) -> None:
-        self._entries: deque[WeightGradEntry] = deque()
+        self._entries: deque[tuple[Tensor, Tensor, Tensor, Groups | None]] = deque()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def push(self, entry: WeightGradEntry) -> None:
-        """Add an entry; a ValueError refuses a weight that takes no gradient."""
-        if not (entry.weight.is_leaf and entry.weight.requires_grad):
-            kind = "frozen" if entry.weight.is_leaf else "computed"
+    def push(
+        self, weight: Tensor, input: Tensor, grad_output: Tensor, groups: "Groups | None" = None
+    ) -> None:
+        """Defer an `add_weight_grad`; a ValueError refuses a weight that takes no gradient."""
+        if not (weight.is_leaf and weight.requires_grad):
+            kind = "frozen" if weight.is_leaf else "computed"
             raise ValueError(
-                f"weight: a {kind} tensor {list(entry.weight.shape)} takes no deferred gradient; "
-                "pass weight_grads=None for it"
+                f"weight {list(weight.shape)}: {kind}, takes no gradient; pass weight_grads=None"
             )
-        self._entries.append(entry)
-
-    def run_oldest(self) -> None:
-        """Run and drop the oldest entry; a RuntimeError without one."""
-        if not self._entries:
-            raise RuntimeError("run_oldest: the weight gradient queue is empty; check len() first")
-        add_weight_grad(self._entries.popleft())
+        self._entries.append((weight, input.detach(), grad_output, groups))
 
     def flush(self) -> None:
-        """Run every entry, oldest first."""
+        """Run every entry, oldest first, and free its operands."""
         while self._entries:
-            self.run_oldest()
+            add_weight_grad(*self._entries.popleft())
 
 
 @torch.no_grad()
-def add_weight_grad(entry: WeightGradEntry) -> None:
-    """Add an entry's gradient into `weight.grad`; set it if absent."""
-    weight, operands = entry.weight, (entry.input, entry.grad_output)
-    if entry.groups is None:
-        gradient = dense_weight_grad(*operands)
+def add_weight_grad(
+    weight: Tensor, input: Tensor, grad_output: Tensor, groups: "Groups | None" = None
+) -> None:
+    """Add the gradient of a dense or grouped weight to `weight.grad`; set it if absent."""
+    if groups is None:
+        gradient = dense_weight_grad(input, grad_output)
     else:
-        gradient = grouped_weight_grad(*operands, entry.groups)
+        gradient = grouped_weight_grad(input, grad_output, groups)
     if weight.grad is None:
         weight.grad = gradient.to(weight.grad_dtype or weight.dtype)
     else:
