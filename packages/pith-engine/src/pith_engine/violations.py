@@ -6,8 +6,9 @@ A configuration of the engine or of a model has a method `violations() -> list[s
 before the tree exists.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from math import inf
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -17,6 +18,12 @@ def raise_violations(violations: Sequence[str], what: str) -> None:
     """One ValueError with a line for each violation, if there is one."""
     if violations:
         raise ValueError(f"{what}:" + "".join(f"\n  - {violation}" for violation in violations))
+
+
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
+    """`did you mean 'x'? ` with the nearest of `allowed`, or nothing."""
+    near = get_close_matches(word, list(allowed), n=1, cutoff=0.4)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def size_violations(config: Any, *, may_be_zero: Sequence[str] = ()) -> list[str]:
