@@ -1,6 +1,5 @@
-"""What a command takes after its verb: a recipe's `RunConfig`, whose fields need no prefix.
-
-A verb with more options has a form of its own.
+"""What a command takes after its verb: a recipe's `RunConfig`, whose fields need no prefix, and the
+options of its own.
 """
 
 from dataclasses import dataclass

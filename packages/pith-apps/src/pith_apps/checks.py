@@ -24,8 +24,8 @@ from pith_engine.violations import raise_violations
 from pith_models.build import ModelConfig, model_config_from_hf
 from pith_models.hf import read_hf_config
 
-from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, config_record, model_record
-from pith_apps.corpus import Corpus, tokenizer_hash
+from pith_apps.config import RunConfig, config_record, model_record
+from pith_apps.corpus import STANDARD_LIBRARY_VOCABULARY, Corpus, tokenizer_hash
 from pith_apps.data import num_samples, too_few_samples
 from pith_apps.plan import Machine, chosen_attention
 

@@ -28,9 +28,6 @@ from pith_engine.optim import OptimizerConfig
 from pith_engine.overlap import Recompute
 from pith_models.build import ModelConfig
 
-STANDARD_LIBRARY_VOCABULARY = 4096
-"""Entries of the tokenizer that `data.standard_library` trains."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:

@@ -37,7 +37,7 @@ from pith_engine.runtime import (
 from pith_models.build import build_chunks
 from torch import Tensor
 
-from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, torch_dtype
+from pith_apps.config import RunConfig, torch_dtype
 from pith_apps.corpus import Corpus, prepare_standard_library
 from pith_apps.plan import chosen_attention, chosen_layers
 
@@ -135,5 +135,5 @@ def _prepare_standard_library(root: Path, mesh: Mesh) -> None:
     """Rank 0 works first; a second look finds nothing to do where nodes share a file system."""
     for is_first in (mesh.rank == 0, read_launch(os.environ).local_rank == 0):
         if is_first:
-            prepare_standard_library(root, vocab_size=STANDARD_LIBRARY_VOCABULARY)
+            prepare_standard_library(root)
         barrier(mesh.world)

@@ -277,9 +277,13 @@ def export_tensors(
 @contextmanager
 def _held_folder(folder: Path) -> Generator[Path]:
     """Hold a folder, emptied of what a killed process left, by the lock file that this yields."""
-    folder.mkdir(parents=True, exist_ok=True)
     lock = folder / "lock"
-    with lock.open("a") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = lock.open("a")
+    except OSError as error:
+        raise ValueError(f"cannot write {folder}: {error}") from None
+    with file:
         try:
             flock(file, LOCK_EX | LOCK_NB)
         except BlockingIOError:
