@@ -44,7 +44,6 @@ def log_step(log: RunLog, **changes: float) -> None:
 
 def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open_log(tmp_path) as log:
-        log.start_clock()
         with log.elsewhere():
             time.sleep(0.2)
         time.sleep(0.1)

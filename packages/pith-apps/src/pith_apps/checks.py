@@ -1,12 +1,11 @@
 """Every reason why a run cannot start, found before anything is touched.
 
-`violations` reports everything at once: field path, value, what is allowed, a fix. No process group
-is made and no file is written before it returned nothing.
+`violations` reports everything at once: field path, value, what is allowed, a fix. What is wrong
+with one field says the `violations` method of its dataclass, or `_range_violations` for those of
+`config.py`; what relates several fields, or a field and the machine, stands here.
 
-What is wrong with one field says the `violations` method of its dataclass, or `_range_violations`
-for those of `config.py`; what relates several fields, or a field and the machine, stands here. The
-trap: a relation between values that are out of range makes no sense (a remainder of zero), so it is
-looked at only where `_sound` finds its fields in order.
+The trap: a relation between values that are out of range makes no sense (a remainder of zero), so
+it is looked at only where `_sound` finds its fields in order.
 """
 
 import os
@@ -26,7 +25,7 @@ from pith_models.hf import read_hf_config
 
 from pith_apps.config import RunConfig, config_record, model_record
 from pith_apps.corpus import STANDARD_LIBRARY_VOCABULARY, Corpus, tokenizer_hash
-from pith_apps.data import num_samples, too_few_samples
+from pith_apps.data import too_few_samples
 from pith_apps.plan import Machine, chosen_attention
 
 FIXED_FIELDS = ("model.", "train.seed:", "train.batch:", "train.sequence_length:", "optim.method:")
@@ -69,11 +68,10 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
     """What keeps any step from running here, whatever the mesh and the data."""
     own = own_violations(config)
     found = own + _model_violations(config, own)
+    model_type = config.model.to_hf()["model_type"]
     settings = {
         "balance.method bias": config.balance.method == "bias",
-        "a model_type other than deepseek_v3": (
-            config.model.to_hf()["model_type"] != "deepseek_v3"
-        ),
+        "a model_type other than deepseek_v3": model_type != "deepseek_v3",
     }
     found += [
         f"{option} with {other}: {reason}"
@@ -123,17 +121,18 @@ def check_resume(config: RunConfig) -> None:
         return
     from pith_engine.checkpoint import read_manifest
 
-    found, manifest = fixed_changes(config, newest, FIXED_FIELDS), read_manifest(newest)
+    manifest = read_manifest(newest)
+    found = fixed_changes(config, manifest.run, FIXED_FIELDS)
     if manifest.step > config.train.steps:
         found.append(
             f"train.steps is {config.train.steps}: nothing is left to train, the run has "
             f"{manifest.step} steps; set more"
         )
-    folders, saved = config.folders, manifest.run.get("corpus")
-    if saved is not None and folders.training.exists():
-        corpus = Corpus.open(folders.training, config.model.vocab_size)
-        if corpus.meta.sha256 != saved:
-            found.append(f"the corpus in {folders.training} is another one than was trained on")
+    folder, saved = config.folders.training, manifest.run.get("corpus")
+    if saved is not None and folder.exists():
+        meta = Corpus.open(folder, config.model.vocab_size).meta
+        if meta.sha256 != saved:
+            found.append(f"the corpus in {folder} is another one than was trained on")
     raise_violations(
         found,
         f"run {config.name!r} cannot resume {newest}; go back to the values of the checkpoint, or "
@@ -141,11 +140,9 @@ def check_resume(config: RunConfig) -> None:
     )
 
 
-def fixed_changes(config: RunConfig, checkpoint: Path, fixed: tuple[str, ...]) -> list[str]:
-    """The `changed_fields` since a checkpoint that begin with one of `fixed`."""
-    from pith_engine.checkpoint import read_manifest
-
-    changes = changed_fields(read_manifest(checkpoint).run.get("config", {}), config_record(config))
+def fixed_changes(config: RunConfig, run: dict[str, Any], fixed: tuple[str, ...]) -> list[str]:
+    """The `changed_fields` since a manifest's `run` that begin with one of `fixed`."""
+    changes = changed_fields(run.get("config", {}), config_record(config))
     return [change for change in changes if change.startswith(fixed)]
 
 
@@ -153,7 +150,7 @@ def newest_checkpoint(config: RunConfig) -> Path | None:
     """The newest complete checkpoint of the run, if any; quiet about incomplete ones."""
     if not config.checkpoint_folder.is_dir():
         return None
-    # Takes as long to import as torch itself, and the launcher of a new run does not need it.
+    # Takes as long to import as torch itself, and a new run's launcher does not need it.
     from pith_engine.checkpoint import find_checkpoint
 
     with warnings.catch_warnings():
@@ -169,7 +166,9 @@ def required_checkpoint(config: RunConfig) -> Path:
             f"{config.checkpoint_folder} holds no complete checkpoint: run `pith pretrain` first, "
             "or set --name and --runs-folder to those of a run that has one"
         )
-    if changes := fixed_changes(config, newest, ("model.",)):
+    from pith_engine.checkpoint import read_manifest
+
+    if changes := fixed_changes(config, read_manifest(newest).run, ("model.",)):
         raise ValueError(f"{newest} holds another model: {'; '.join(changes)}")
     return newest
 
@@ -190,13 +189,13 @@ def _start_violations(config: RunConfig) -> list[str]:
     source = config.start.source
     if source is None:
         return []
-    from pith_engine.checkpoint import checkpoint_fault
+    from pith_engine.checkpoint import checkpoint_fault, read_manifest
 
     try:
         if (source / "config.json").is_file():
             found = hf_model_changes(source, config.model)
         elif (fault := checkpoint_fault(source)) is None:
-            found = fixed_changes(config, source, ("model.",))
+            found = fixed_changes(config, read_manifest(source).run, ("model.",))
         else:
             found = [f"a folder with a config.json, or a complete checkpoint, is needed: {fault}"]
     except ValueError as error:
@@ -232,12 +231,11 @@ def _dense_violations(config: RunConfig) -> list[str]:
 def _device_violations(config: RunConfig, machine: Machine) -> list[str]:
     if config.train.device == "cpu" or machine.processes_here <= machine.num_gpus:
         return []
-    fix = "set --train.device cpu --train.dtype fp32"
-    if machine.num_gpus:
-        fix = f"use a mesh of {machine.num_gpus} ranks or {fix}"
+    smaller = f"use a mesh of {machine.num_gpus} ranks or " if machine.num_gpus else ""
     return [
         f"train.device is 'cuda' with {machine.processes_here} processes here: this machine shows "
-        f"{machine.num_gpus} GPU(s), one process each; {fix}"
+        f"{machine.num_gpus} GPU(s), one process each; {smaller}set --train.device cpu "
+        "--train.dtype fp32"
     ]
 
 
@@ -287,8 +285,7 @@ def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
     found = []
     if config.log.tensorboard and find_spec("tensorboard") is None:
         found.append(
-            "log.tensorboard is True, but TensorBoard is not installed: "
-            "pip install 'pith-apps[tensorboard]'"
+            "log.tensorboard is True: install it with pip install 'pith-apps[tensorboard]'"
         )
     folder = config.run_folder if _sound(own, "name") else config.runs_folder
     existing = folder.absolute()
@@ -297,7 +294,7 @@ def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         found.append(
             f"runs_folder is {str(config.runs_folder)!r}: {existing} is not a folder that this user"
-            f" can write to; set --runs-folder to one that is"
+            " can write to; set --runs-folder to one that is"
         )
     checkpoints = config.checkpoint_folder
     if _sound(own, "name") and os.path.lexists(checkpoints) and not checkpoints.is_dir():
@@ -364,9 +361,7 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
         # Once they exist, they say it themselves.
         if not corpora and vocab_size < STANDARD_LIBRARY_VOCABULARY:
             found.append(
-                f"model.vocab_size is {vocab_size}: the standard library's tokenizer has "
-                f"{STANDARD_LIBRARY_VOCABULARY} ids; set --model.vocab-size "
-                f"{STANDARD_LIBRARY_VOCABULARY} or more"
+                _small_vocabulary(config, "the standard library", STANDARD_LIBRARY_VOCABULARY)
             )
     tokenizer = None
     try:
@@ -376,6 +371,13 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
     for path, folder in corpora:
         found += _corpus_violations(config, path, folder, vocab_size, tokenizer)
     return found
+
+
+def _small_vocabulary(config: RunConfig, corpus: str, size: int) -> str:
+    return (
+        f"model.vocab_size is {config.model.vocab_size}: the tokenizer of {corpus} has {size} ids; "
+        f"set --model.vocab-size {size} or more"
+    )
 
 
 def _corpus_violations(
@@ -392,14 +394,11 @@ def _corpus_violations(
             f"{str(config.folders.tokenizer)!r} is another tokenizer; give the one it was made with"
         )
     if meta.vocab_size > vocab_size:
-        found.append(
-            f"model.vocab_size is {vocab_size}: the tokenizer of {path} has "
-            f"{meta.vocab_size} ids; set --model.vocab-size {meta.vocab_size} or more"
-        )
+        found.append(_small_vocabulary(config, path, meta.vocab_size))
     batch, length = config.train.batch, config.train.sequence_length
     if path == "data.held_out":
         if meta.num_tokens < 2:
             found.append(f"{here}: one token has no target; give more text")
-    elif length > 0 and num_samples(meta.num_tokens, length) < batch:
-        found.append(f"{here}: {too_few_samples(meta.num_tokens, length, batch)}")
+    elif length > 0 and (fault := too_few_samples(meta.num_tokens, length, batch)):
+        found.append(f"{here}: {fault}")
     return found

@@ -51,8 +51,8 @@ class TrainingData:
         self.vocab_size = vocab_size
         self.num_samples = num_samples(len(tokens), train.sequence_length)
         self.local_micro_batches = _local_range(mesh, train)
-        if self.num_samples < train.batch:
-            raise ValueError(too_few_samples(len(tokens), train.sequence_length, train.batch))
+        if fault := too_few_samples(len(tokens), train.sequence_length, train.batch):
+            raise ValueError(fault)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="training-data")
         self._ahead: tuple[int, Future[Tensor]] | None = None
 
@@ -106,11 +106,13 @@ def held_out_batches(
 
 
 def too_few_samples(num_tokens: int, sequence_length: int, batch_size: int) -> str:
-    """What refuses a corpus smaller than one step."""
+    """What refuses a corpus smaller than one step; empty for another."""
+    if (count := num_samples(num_tokens, sequence_length)) >= batch_size:
+        return ""
     return (
-        f"the corpus of {num_tokens} tokens has {num_samples(num_tokens, sequence_length)} "
-        f"samples of sequence length {sequence_length}, fewer than the batch of {batch_size}: "
-        "give more text, or a smaller batch or sequence length"
+        f"the corpus of {num_tokens} tokens has {count} samples of sequence length "
+        f"{sequence_length}, fewer than the batch of {batch_size}: give more text, or a smaller "
+        "batch or sequence length"
     )
 
 

@@ -27,7 +27,7 @@ def evaluate(config: RunConfig) -> int:
                 f"held-out loss {loss:.6f} after step {manifest.step} ({num_targets:,} tokens of "
                 f"{config.folders.held_out}), checkpoint {newest}"
             )
-            if changes := fixed_changes(config, newest, ("data.",)):
+            if changes := fixed_changes(config, manifest.run, ("data.",)):
                 print(f"note: not the data options of the run: {'; '.join(changes)}")
     return 0
 

@@ -134,7 +134,7 @@ class RunLog:
         tokens_seen: int = 0,
         tensorboard: bool = False,
     ):
-        """Open the files and start the clock; a ValueError if the folder cannot be written.
+        """Open the files; the first step starts now. A ValueError if the folder cannot be written.
 
         `flops_per_token` are of forward and backward. Until `resumed_step` the run saw
         `tokens_seen` targets; 0 is a new run, whose old records are all cut off.
@@ -159,7 +159,7 @@ class RunLog:
         if rank == 0 and tensorboard:
             self.writer = _open_tensorboard(folder / "tensorboard", last_kept + 1)
         self._recent: list[float] = []
-        self.start_clock()
+        self._elsewhere, self._last_end = 0.0, time.perf_counter()
 
     def __enter__(self) -> "RunLog":
         return self
@@ -168,10 +168,6 @@ class RunLog:
         for file in (self.text, self.metrics, self.writer):
             if file is not None:
                 file.close()
-
-    def start_clock(self) -> None:
-        """The first step starts now; call it when everything else is ready."""
-        self._elsewhere, self._last_end = 0.0, time.perf_counter()
 
     def say(self, text: str) -> None:
         """Write lines to this rank's log; rank 0 prints them too."""
