@@ -141,7 +141,7 @@ def test_a_killed_run_resumes_and_ends_alike(folder, monkeypatch, capsys):
     for command in (["pretrain", *SIX], ["pretrain", *FOUR_RANKS], ["convert", "import", *SIX]):
         given = source if "import" in command else []
         assert main([*command, *given, "--name", "killed"]) == 2
-        assert "run folder runs/killed is in use by another process" in capsys.readouterr().err
+        assert "runs/killed is in use by another process" in capsys.readouterr().err
     assert sorted(Path("runs", "killed").rglob("*")) == before
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -167,15 +167,16 @@ def _export(rest: list[str]) -> int:
 
 
 def _import(rest: list[str]) -> int:
+    from pith_models.hf import held_folder
+
     from pith_apps.arguments import ImportArguments
     from pith_apps.checks import check_values
     from pith_apps.convert import import_checkpoint
-    from pith_apps.run_log import held_run_folder
 
     arguments = _parse_recipe("convert import", rest, ImportArguments)
     check_values(config := arguments.config)
     run = config.run_folder  # which a refusal shall not make
-    with held_run_folder(run) if run.exists() else nullcontext():
+    with held_folder(run) if run.exists() else nullcontext():
         import_checkpoint(arguments.source, config.checkpoint_folder, config.model)
     return 0
 
@@ -183,11 +184,11 @@ def _import(rest: list[str]) -> int:
 def _run_in_ranks(verb: str, rest: list[str]) -> int:
     """Check the run, then be one rank of it or start the ranks."""
     from pith_engine.runtime import read_launch
+    from pith_models.hf import held_folder
 
     from pith_apps.arguments import RunArguments
     from pith_apps.checks import check_resume, check_run, required_checkpoint
     from pith_apps.launch import find_machine, is_rank
-    from pith_apps.run_log import held_run_folder
 
     config = _parse_recipe(verb, rest, RunArguments).config
     machine = find_machine(config.nproc or config.mesh.world_size, os.environ)
@@ -199,7 +200,7 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
     # A launcher holds the run folder for its ranks, which end with it.
     is_first = LAUNCHER_VARIABLE not in os.environ and read_launch(os.environ).rank == 0
     is_writer = verb == "pretrain" and is_first
-    with held_run_folder(config.run_folder) if is_writer else nullcontext():
+    with held_folder(config.run_folder) if is_writer else nullcontext():
         if is_writer and config.data.standard_library and not config.folders.held_out.exists():
             print("tokenising the standard library (once, about 20 s)", flush=True)
         if not is_rank(os.environ) and machine.world_size > 1:

@@ -22,24 +22,14 @@ from pith_engine.checkpoint import (
 )
 from pith_engine.mesh import Mesh
 from pith_engine.violations import raise_violations
-from pith_models.build import (
-    ModelConfig,
-    canonical_tensors,
-    parameter_counts,
-    skipped_keys,
-)
+from pith_models.build import ModelConfig, canonical_tensors, parameter_counts, skipped_keys
 from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
 
 from pith_apps.checks import hf_model_changes
 from pith_apps.config import model_record
-from pith_apps.corpus import (
-    named_eos_token,
-    open_tokenizer,
-    raise_if_too_large,
-    tokenizer_hash,
-)
+from pith_apps.corpus import named_eos_token, open_tokenizer, raise_if_too_large, tokenizer_hash
 
 
 class CheckpointTensors(Mapping[str, Tensor]):

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder while it runs.
+"""What a run leaves in its folder.
 
     config.json          the configuration of the latest start
     environment.json     versions, machine and command of the latest start
@@ -21,12 +21,10 @@ import re
 import resource
 import sys
 import time
-import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from fcntl import LOCK_EX, LOCK_NB, flock
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -58,7 +56,7 @@ class StepRecord:
     z_loss: float
     """Without its coefficient; 0 when it is off."""
     max_load: float | None
-    """Tokens of the busiest expert over the mean, worst layer."""
+    """Tokens of the busiest expert over the mean, in the worst layer."""
     dead_experts: int | None
     """Those without a token, over all layers."""
     load_entropy: float | None
@@ -195,8 +193,7 @@ class RunLog:
         self._recent = [*self._recent, seconds][-ETA_STEPS:]
         if self.metrics is None:
             return
-        rate = num_tokens / (seconds - elsewhere)
-        peak = peak_flops(self.device)
+        rate, peak = num_tokens / (seconds - elsewhere), peak_flops(self.device)
         has_experts = losses.max_load > 0
         record = StepRecord(
             step=self.step,
@@ -264,30 +261,6 @@ def write_run_facts(folder: Path, config: dict[str, object], world_size: int) ->
         (folder / name).write_text(json.dumps(record, indent=2) + "\n")
 
 
-@contextmanager
-def held_run_folder(folder: Path) -> Generator[None]:
-    """Hold a run folder, made where it is missing, alone for the body; else a ValueError.
-
-    The kernel lets go when the process ends, however. A file system without locks gives a warning.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a")
-    except OSError as error:
-        raise ValueError(f"run folder {folder} cannot be written: {error}") from None
-    with file:
-        try:
-            flock(file, LOCK_EX | LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"run folder {folder} is in use by another process: wait until it ends, stop it, "
-                "or give another --name"
-            ) from None
-        except OSError as error:
-            warnings.warn(f"{folder} is not protected from a second run: {error}", stacklevel=3)
-        yield
-
-
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The records of `metrics.jsonl` in order; a half-written last line is left out."""
     path = folder / "metrics.jsonl"
@@ -312,7 +285,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _truncate_metrics(folder: Path, last_step: int) -> list[dict[str, Any]]:
-    """Drop the records after `last_step` in one go; return the others."""
+    """Drop the records after `last_step` at once; return the others."""
     kept = [record for record in read_metrics(folder) if record["step"] <= last_step]
     temporary = folder / "metrics.jsonl.tmp"
     temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
