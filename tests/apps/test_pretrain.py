@@ -176,6 +176,18 @@ def test_what_decides_the_numbers_may_not_change_on_resume(folder, monkeypatch, 
     assert "nothing is left to train" in output
 
 
+def test_a_finished_run_without_a_held_out_record_still_ends_well(folder):
+    run = shutil.copytree(folder / "runs" / "whole", folder / "runs" / "cut")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if "held_out_loss" not in line]
+    assert len(kept) < len(lines)
+    (run / "metrics.jsonl").write_text("".join(kept))
+    shutil.rmtree(run / "export")
+    output = pith(folder, "pretrain", *SIX, "--name", "cut")
+    assert (run / "export" / "config.json").exists()
+    assert "export      runs/cut/export" in output and "held-out loss" not in output
+
+
 @pytest.mark.slow
 def test_muon_says_what_it_updates_and_is_not_exchanged_for_adamw(folder, monkeypatch, capsys):
     command = ["pretrain", *TWO_STAGES, "--name", "muon", "--train.steps", "2"]

@@ -368,8 +368,26 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
         tokenizer = tokenizer_hash(folders.tokenizer) if corpora else None
     except ValueError as error:
         found.append(f"data.tokenizer is {str(folders.tokenizer)!r}: {error}")
+    batch, length = config.train.batch, config.train.sequence_length
     for path, folder in corpora:
-        found += _corpus_violations(config, path, folder, vocab_size, tokenizer)
+        here = f"{path} is {str(folder)!r}"
+        try:
+            meta = Corpus.open(folder, vocab_size).meta
+        except (ValueError, OSError) as error:
+            found.append(f"{here}: {error}")
+            continue
+        if tokenizer and meta.tokenizer_sha256 != tokenizer:
+            found.append(
+                f"{here}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
+                f"{str(folders.tokenizer)!r} is another tokenizer; give the one it was made with"
+            )
+        if meta.vocab_size > vocab_size:
+            found.append(_small_vocabulary(config, path, meta.vocab_size))
+        if path == "data.held_out":
+            if meta.num_tokens < 2:
+                found.append(f"{here}: one token has no target; give more text")
+        elif length > 0 and (fault := too_few_samples(meta.num_tokens, length, batch)):
+            found.append(f"{here}: {fault}")
     return found
 
 
@@ -378,27 +396,3 @@ def _small_vocabulary(config: RunConfig, corpus: str, size: int) -> str:
         f"model.vocab_size is {config.model.vocab_size}: the tokenizer of {corpus} has {size} ids; "
         f"set --model.vocab-size {size} or more"
     )
-
-
-def _corpus_violations(
-    config: RunConfig, path: str, folder: Path, vocab_size: int, tokenizer: str | None
-) -> list[str]:
-    here, found = f"{path} is {str(folder)!r}", []
-    try:
-        meta = Corpus.open(folder, vocab_size).meta
-    except (ValueError, OSError) as error:
-        return [f"{here}: {error}"]
-    if tokenizer and meta.tokenizer_sha256 != tokenizer:
-        found.append(
-            f"{here}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
-            f"{str(config.folders.tokenizer)!r} is another tokenizer; give the one it was made with"
-        )
-    if meta.vocab_size > vocab_size:
-        found.append(_small_vocabulary(config, path, meta.vocab_size))
-    batch, length = config.train.batch, config.train.sequence_length
-    if path == "data.held_out":
-        if meta.num_tokens < 2:
-            found.append(f"{here}: one token has no target; give more text")
-    elif length > 0 and (fault := too_few_samples(meta.num_tokens, length, batch)):
-        found.append(f"{here}: {fault}")
-    return found

@@ -218,37 +218,11 @@ def _parity(rest: list[str]) -> int:
     """As `_run_in_ranks`, with as many ranks as the largest mesh has."""
     from pith_apps.arguments import ParityArguments
     from pith_apps.launch import find_machine, is_rank
-    from pith_apps.parity import (
-        FULL_GRID,
-        PARITY_MESHES,
-        check_parity,
-        parity_worker,
-        parse_parity_mesh,
-        vary,
-        without_experts,
-    )
+    from pith_apps.parity import check_parity, parity_plan, parity_worker
     from pith_apps.trainer import joined_group
 
     arguments = _parse_recipe("parity", rest, ParityArguments)
-    variations = tuple(dict.fromkeys(name for name in arguments.variations.split(",") if name))
-    replaced = ["--mesh.", "--layers-per-chunk", "--train.dtype"]
-    replaced += ["--balance.coefficient", "--balance.z"] if "aux" in variations else []
-    replaced += ["--train.recompute"] if "recompute" in variations else []
-    replaced += ["--optim.method"] if "muon" in variations else []
-    replaced += ["--model.tie"] if "tied" in variations else []
-    given = _option_names(rest)
-    if twice := [name for name in given if name.startswith(tuple(replaced))]:
-        raise ValueError(f"{', '.join(twice)}: set by --meshes, --dtype or --with")
-    unread = ("--lr.", "--evaluation.", "--checkpoint.", "--log.", "--train.steps", "--train.max")
-    if unused := [name for name in given if name.startswith(unread)]:
-        raise ValueError(f"{', '.join(unused)}: parity runs one step and reads none of these")
-    if arguments.meshes and arguments.grid == "full":
-        raise ValueError("--meshes beside --grid full: give one of them")
-    labels = FULL_GRID if arguments.grid == "full" else PARITY_MESHES
-    if not arguments.config.model.num_experts:
-        labels = without_experts(labels)
-    meshes = tuple(parse_parity_mesh(label) for label in arguments.meshes or labels)
-    config = vary(arguments.config, variations)
+    config, meshes, variations = parity_plan(arguments, _option_names(rest))
     least = max(mesh.config.world_size for mesh in meshes)
     machine = find_machine(config.nproc or least, os.environ)
     check_parity(config, meshes, arguments.dtype, machine, variations)

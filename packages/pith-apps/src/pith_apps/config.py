@@ -173,16 +173,13 @@ class RunConfig:
         """Corpora and tokenizer; a ValueError if one is not given."""
         data, root = self.data, self.runs_folder / "standard-library"
         if data.standard_library:
-            return _DataFolders(
-                training=root / "training", held_out=root / "held_out", tokenizer=root / "tokenizer"
-            )
-        training, held_out, tokenizer = data.training, data.held_out, data.tokenizer
-        if training is None or held_out is None or tokenizer is None:
+            return _DataFolders(root / "training", root / "held_out", root / "tokenizer")
+        if not (data.training and data.held_out and data.tokenizer):
             raise ValueError(
                 "data.training, data.held_out and data.tokenizer: give all three folders, or "
                 "--data.standard-library for a corpus that needs none"
             )
-        return _DataFolders(training=training, held_out=held_out, tokenizer=tokenizer)
+        return _DataFolders(data.training, data.held_out, data.tokenizer)
 
     @property
     def num_micro_batches(self) -> int:
@@ -190,7 +187,7 @@ class RunConfig:
         return self.train.batch // self.train.micro_batch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _DataFolders:
     training: Path
     held_out: Path
@@ -199,13 +196,7 @@ class _DataFolders:
 
 def torch_dtype(name: Literal["bf16", "fp32", "fp64"]) -> torch.dtype:
     """The torch dtype that `train.dtype` names."""
-    match name:
-        case "bf16":
-            return torch.bfloat16
-        case "fp32":
-            return torch.float32
-        case "fp64":
-            return torch.float64
+    return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[name]
 
 
 def config_record(config: RunConfig) -> dict[str, Any]:

@@ -7,9 +7,9 @@ targets its last S. A tail of fewer than S + 1 ids is dropped.
     its epoch and place           = divmod(g, number of samples)
     the sample read at that place = permutation(place; seed, epoch)
 
-with B samples in a step over all ranks, in M = B / b micro-batches of b. Batch rank d of n runs
-micro-batches `d * M / n .. (d + 1) * M / n - 1`: another mesh sees the same samples in a step. The
-cp ranks of a batch rank read the same samples and keep their blocks of each.
+with B samples in a step, in M = B / b micro-batches of b. Batch rank d of n runs micro-batches
+`d * M / n .. (d + 1) * M / n - 1`: another mesh sees the same samples in a step. The cp ranks of a
+batch rank read the same samples and keep their blocks of each.
 
 The permutation is a Feistel network over the smallest even number of bits that covers the epoch,
 applied again while the result falls outside it (cycle walking; Black and Rogaway, CT-RSA 2002).
@@ -85,18 +85,18 @@ def held_out_batches(
     *,
     vocab_size: int,
     device: torch.device,
-    max_samples: int | None = None,
+    max_samples: int,
 ) -> Iterator[list[Batch]]:
     """Yield this rank's micro-batches of the held-out data, as many a call as in a training step.
 
-    Samples come in order; with `max_samples`, that many spread evenly. What the last sample and
-    the last call lack are ignored targets. A ValueError as above, or for fewer than two tokens.
+    Samples come in order, `max_samples` spread evenly where there are more. What the last sample
+    and call lack are ignored targets. A ValueError as above, or for fewer than two tokens.
     """
     total = -(-(len(tokens) - 1) // train.sequence_length)
     if total < 1:
         raise ValueError(f"held-out data of {len(tokens)} token(s) has no target; give more text")
     micro_batches, size = _local_range(mesh, train), train.micro_batch
-    count = min(total, max_samples or total)
+    count = min(total, max_samples)
     chosen = [place * total // count for place in range(count)]
     for first in range(0, count, train.batch):
         samples = chosen[first : first + train.batch] + [total] * (first + train.batch - count)

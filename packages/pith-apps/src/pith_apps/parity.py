@@ -42,6 +42,7 @@ from pith_engine.violations import raise_violations
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from pith_apps.arguments import ParityArguments
 from pith_apps.checks import step_violations
 from pith_apps.config import RunConfig
 from pith_apps.plan import Machine
@@ -133,6 +134,30 @@ class ParityResult:
             and self.gradient <= gradient
             and self.update <= update
         )
+
+
+def parity_plan(
+    arguments: ParityArguments, given: Sequence[str]
+) -> tuple[RunConfig, tuple[ParityMesh, ...], tuple[str, ...]]:
+    """The run, meshes and variations of a command; a ValueError for `given` options not read."""
+    variations = tuple(dict.fromkeys(name for name in arguments.variations.split(",") if name))
+    replaced = ["--mesh.", "--layers-per-chunk", "--train.dtype"]
+    replaced += ["--balance.coefficient", "--balance.z"] if "aux" in variations else []
+    replaced += ["--train.recompute"] if "recompute" in variations else []
+    replaced += ["--optim.method"] if "muon" in variations else []
+    replaced += ["--model.tie"] if "tied" in variations else []
+    if twice := [name for name in given if name.startswith(tuple(replaced))]:
+        raise ValueError(f"{', '.join(twice)}: set by --meshes, --dtype or --with")
+    unread = ("--lr.", "--evaluation.", "--checkpoint.", "--log.", "--train.steps", "--train.max")
+    if unused := [name for name in given if name.startswith(unread)]:
+        raise ValueError(f"{', '.join(unused)}: parity runs one step and reads none of these")
+    if arguments.meshes and arguments.grid == "full":
+        raise ValueError("--meshes beside --grid full: give one of them")
+    labels = FULL_GRID if arguments.grid == "full" else PARITY_MESHES
+    if not arguments.config.model.num_experts:
+        labels = without_experts(labels)
+    meshes = tuple(parse_parity_mesh(label) for label in arguments.meshes or labels)
+    return vary(arguments.config, variations), meshes, variations
 
 
 def parse_parity_mesh(label: str) -> ParityMesh:

@@ -1,4 +1,4 @@
-"""Pretraining: from initial weights, or from the newest complete checkpoint of the run folder.
+"""Pretraining from initial weights, or from the newest complete checkpoint of the run folder.
 
 A step (`_train_step`):
 
@@ -7,8 +7,7 @@ A step (`_train_step`):
     3. a norm that is not finite ends the run before anything is updated
     4. clip, learning rate of the step, AdamW or Muon on this rank's shards, `bias` balancing
 
-Evaluations and checkpoints follow at their intervals and after the last step. The same command
-again resumes: weights, moments, data position and learning rate follow from the checkpoint's step,
+The same command again resumes: data position and learning rate follow from the checkpoint's step,
 so the steps after it are those of an uninterrupted run.
 
 The trap: evaluation and saving come after the update of their step, in this order, so a complete
@@ -64,10 +63,14 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
             write_run_facts(config.run_folder, config_record(config), mesh.world.size)
             (config.run_folder / "plan.txt").write_text(plan + "\n")
         trainer = build_trainer(config, mesh, device)
-        optimizer = _build_optimizer(config, trainer)
+        match config.optim.method:
+            case "adamw":
+                optimizer = AdamW(trainer.parameters, config.optim)
+            case "muon":
+                optimizer = Muon(trainer.parameters, config.optim)
         assignment = describe_groups(optimizer.groups(), mesh)
         resumed = _resume(config, trainer, optimizer)
-        start = _resumed_line(config, resumed) if resumed else _start(config, trainer)
+        start = _resumed_lines(config, resumed) if resumed else _start(config, trainer)
         with RunLog(
             config.run_folder,
             rank=mesh.rank,
@@ -79,21 +82,11 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
             tokens_seen=resumed.run.get("tokens_seen", 0) if resumed else 0,
             tensorboard=config.log.tensorboard,
         ) as log:
-            log.say(plan)
-            log.say(assignment)
-            log.say(start)
+            log.say(f"{plan}\n{assignment}\n{start}")
             _train(config, trainer, optimizer, corpus, log)
     if read_launch(os.environ).rank == 0:
         _finish(config)
     return 0
-
-
-def _build_optimizer(config: RunConfig, trainer: Trainer) -> AdamW | Muon:
-    match config.optim.method:
-        case "adamw":
-            return AdamW(trainer.parameters, config.optim)
-        case "muon":
-            return Muon(trainer.parameters, config.optim)
 
 
 def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon) -> Manifest | None:
@@ -129,7 +122,7 @@ def _start(config: RunConfig, trainer: Trainer) -> str:
     return f"step 1 starts from the weights of {source}; {tensors.account}"
 
 
-def _resumed_line(config: RunConfig, resumed: Manifest) -> str:
+def _resumed_lines(config: RunConfig, resumed: Manifest) -> str:
     folder, steps = config.checkpoint_folder, config.train.steps
     if not resumed.has_optimizer:
         return f"step {resumed.step + 1} starts from the weights in {folder}, without moments"
@@ -261,12 +254,15 @@ def _finish(config: RunConfig) -> None:
         companions=config.tokenizer_folder,
         replace=True,
     )
-    losses = [record for record in read_metrics(folder) if "held_out_loss" in record]
-    first, last = losses[0], losses[-1]
-    share = last["held_out_loss"] / first["held_out_loss"]
+    records = read_metrics(folder)
+    losses = [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]
+    if losses:  # the records of a finished run may have been cut
+        (start, first), (end, last) = losses[0], losses[-1]
+        print(
+            f"held-out loss {first:.4f} after step {start}, {last:.4f} after step {end}: "
+            f"{last / first:.1%} of its first value"
+        )
     print(
-        f"held-out loss {first['held_out_loss']:.4f} after step {first['step']}, "
-        f"{last['held_out_loss']:.4f} after step {last['step']}: {share:.1%} of its first value\n"
         f"metrics     {folder / 'metrics.jsonl'}\n"
         f"losses      {folder / 'loss.png'}\n"
         f"checkpoints {config.checkpoint_folder}\n"

@@ -15,7 +15,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from pith_engine.contract import Batch
@@ -81,7 +80,11 @@ def joined_mesh(config: RunConfig) -> Generator[tuple[Mesh, torch.device]]:
         assert mesh is not None, "check_run refuses worlds that are larger than the mesh"
         connect_mesh(mesh, device)
         if config.data.standard_library:
-            _prepare_standard_library(config.folders.training.parent, mesh)
+            # A second look finds nothing to do where nodes share a file system.
+            for is_first in (mesh.rank == 0, read_launch(os.environ).local_rank == 0):
+                if is_first:
+                    prepare_standard_library(config.folders.training.parent)
+                barrier(mesh.world)
         check_same_corpora(config, mesh)
         yield mesh, device
 
@@ -129,11 +132,3 @@ def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> tuple[StepLoss
     for unit in trainer.units:
         unit.reduce()
     return losses, global_norm(trainer.parameters, trainer.mesh)
-
-
-def _prepare_standard_library(root: Path, mesh: Mesh) -> None:
-    """Rank 0 works first; a second look finds nothing to do where nodes share a file system."""
-    for is_first in (mesh.rank == 0, read_launch(os.environ).local_rank == 0):
-        if is_first:
-            prepare_standard_library(root)
-        barrier(mesh.world)

@@ -1,7 +1,6 @@
 """Recipes: Python functions that return a `RunConfig`, built in or in a file of the user's.
 
-A user's file holds one public function `def ...() -> RunConfig`, which usually starts from a
-built-in one with `dataclasses.replace`.
+A file holds one public function `def ...() -> RunConfig`, usually `dataclasses.replace` of another.
 """
 
 import inspect
@@ -46,11 +45,9 @@ def built_in_recipes() -> list[RunConfig]:
 
 
 def load_recipe(name: str) -> RunConfig:
-    """The configuration of a recipe: the name of a built-in one or the path of a `.py` file.
+    """The recipe of a built-in name or the path of a `.py` file.
 
-    Raises:
-        ValueError: no such recipe or file, not exactly one recipe in the file, it fails, or fields
-            hold values of other types than theirs.
+    A ValueError if there is none, the file fails or holds not exactly one, or types are wrong.
     """
     if name.endswith(".py"):
         return _recipe_of_file(Path(name))
