@@ -1,15 +1,13 @@
 """One run as one frozen dataclass tree.
 
-A recipe is a Python function that returns a `RunConfig` of plain values; the command line overrides
-its fields (`--train.steps 4`). The docstring under a field is its `--help` text, so an option is
-added by adding one field here and nowhere else.
+A recipe returns a `RunConfig`; the command line overrides its fields (`--train.steps 4`). The
+docstring under a field is its `--help` text, so an option is one field here and nowhere else.
 
 How a step is cut into micro-batches, with B = `train.batch`, b = `train.micro_batch`, R = dp * ep:
 
     B sequences = R batch ranks * N micro-batches a rank * b sequences,     N >= 2 * pp
 
-The trap: no dataclass checks itself when it is made, since its error would come alone; `checks.py`
-reports all.
+The trap: a dataclass that checked itself would report one error alone; `checks.py` reports all.
 """
 
 import dataclasses
@@ -34,8 +32,8 @@ class DataConfig:
     """Which tokens a run reads."""
 
     standard_library: bool = False
-    """Use the source code of this Python's standard library, tokenised at first use into
-    RUNS_FOLDER/standard-library; the three folders below are then left out."""
+    """Use this Python's standard library, tokenised at first use into RUNS_FOLDER/standard-library,
+    instead of the three folders below."""
     training: Path | None = None
     """Corpus folder to train on, written by `pith tokenize`."""
     held_out: Path | None = None
@@ -49,8 +47,8 @@ class StartConfig:
     """What a run without a checkpoint of its own starts from."""
 
     source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Hugging Face folder, or checkpoint of any run, whose weights step 1 starts from, with a new
-    optimizer and schedule (default: initial weights)."""
+    """Hugging Face folder or checkpoint whose weights step 1 starts from, with a new optimizer and
+    schedule (default: initial weights)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +72,8 @@ class TrainConfig:
     attention: Literal["auto", "reference", "flash", "cudnn"] = "auto"
     """Attention backend; `auto` is the fastest for this device and dtype, and is printed."""
     recompute: Recompute = "none"
-    """Stages that keep only their inputs and run again before their backward: less memory for more
-    computing, the same gradients."""
+    """Stages that run again before their backward, with the same gradients: less memory, more
+    computing."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; `inf` never scales."""
 
@@ -87,7 +85,7 @@ class EvaluationConfig:
     interval: int = 100
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     sequences: int = 64
-    """Held-out sequences of an evaluation, spread evenly over the corpus, always the same."""
+    """Held-out sequences of an evaluation, always the same, spread over the corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +115,9 @@ class RunConfig:
     runs_folder: Path = Path("runs")
     """Where run folders stand."""
     nproc: int | None = None
-    """Processes to start on this machine (default: the mesh's world size). Under torchrun or srun
-    the command joins the processes it finds instead."""
+    """Processes to start here (default: the mesh's world size), unless torchrun or srun did."""
     timeout: float = 600.0
-    """Seconds after which a collective that a rank waits for fails, on every group."""
+    """Seconds after which a collective that a rank waits for fails."""
     model: ModelConfig
     """The architecture, with the field names of its Hugging Face configuration."""
     mesh: MeshConfig

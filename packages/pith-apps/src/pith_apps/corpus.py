@@ -62,7 +62,7 @@ class CorpusMeta:
     num_tokens: int
     """EOS ids included."""
     num_documents: int
-    """Without the empty ones."""
+    """Without the empty."""
     num_empty_documents: int
     """Left out."""
     max_id: int
@@ -90,9 +90,10 @@ class Corpus:
         try:
             fields = json.loads((folder / "meta.json").read_text())
             meta = CorpusMeta(**fields)
-            negative = [k for k, value in fields.items() if isinstance(value, int) and value < 0]
-            faults = [f"{name} is {fields[name]}, below 0" for name in negative]
-            if faults := type_violations(fields, CorpusMeta, "") + faults:
+            faults = type_violations(fields, CorpusMeta, "") or [
+                f"{k} is {v}, below 0" for k, v in fields.items() if type(v) is int and v < 0
+            ]
+            if faults:
                 raise ValueError("; ".join(faults))
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(
@@ -124,9 +125,9 @@ def tokenize_files(
     text_field: str = "text",
     num_workers: int = 1,
 ) -> CorpusMeta:
-    """Tokenise files into the new corpus folder `output`; `TokenizeArguments` explains the rest.
+    """Tokenise files into the new corpus folder `output`; the rest: `TokenizeArguments`.
 
-    A ValueError names all faults of the arguments at once, or that of a text; no file is left.
+    A ValueError names all faults of the arguments, or that of a text; no file is left.
     """
     files, faults = _list_files(inputs)
     vocab_size = eos_id = 0
@@ -181,7 +182,7 @@ def tokenize_files(
 
 
 def standard_library_files() -> tuple[list[Path], list[Path]]:
-    """The standard library's source: files to train on, 1 in 16 held out by its path's hash."""
+    """The standard library's source files to train on, and 1 in 16 held out by its path's hash."""
     root = Path(sysconfig.get_paths()["stdlib"])
     training, held_out = [], []
     for folder, folders, names in os.walk(root):
@@ -190,7 +191,7 @@ def standard_library_files() -> tuple[list[Path], list[Path]]:
             digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
             (training if digest[0] % 16 else held_out).append(path)
     if not training or not held_out:
-        raise ValueError(f"no standard library source below {root}; name a corpus of your own")
+        raise ValueError(f"no standard library source below {root}; name another corpus")
     return sorted(training), sorted(held_out)
 
 
@@ -200,9 +201,9 @@ def prepare_standard_library(
     vocab_size: int = STANDARD_LIBRARY_VOCABULARY,
     max_bytes: int = 5_000_000,
 ) -> None:
-    """Make `folder/{tokenizer,training,held_out}` of the standard library; keeps what is there.
+    """Make `folder/{tokenizer,training,held_out}` where missing; training gets `max_bytes` at most.
 
-    Several runs may do so at once, with the same bytes. Training gets at most `max_bytes`.
+    Several runs may do so at once, with the same bytes.
     """
     training, held_out = standard_library_files()
     training = _spread(training, max_bytes)
@@ -223,10 +224,7 @@ def prepare_standard_library(
 def train_tokenizer(
     files: list[Path], output: Path, *, vocab_size: int, max_bytes: int = 4_000_000
 ) -> None:
-    """Train a byte-level BPE tokenizer (arXiv 1508.07909) on at most `max_bytes` of the files.
-
-    A ValueError refuses a text too short for `vocab_size`, or an `output` that exists.
-    """
+    """Train a byte-level BPE tokenizer (arXiv 1508.07909) on at most `max_bytes` of the files."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -258,8 +256,7 @@ def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenize
     eos_token = named_eos_token(folder) if eos_token is None else eos_token
     if eos_token is None:
         raise ValueError(
-            f"tokenizer {folder} names no eos_token in tokenizer_config.json for the end of a "
-            "document: pass eos_token"
+            f"tokenizer_config.json in {folder} names no eos_token to end documents: pass eos_token"
         )
     if (eos_id := tokenizer.token_to_id(eos_token)) is None:
         raise ValueError(f"eos_token {eos_token!r} is not in the vocabulary of {path}")
@@ -290,20 +287,18 @@ def named_eos_token(folder: Path) -> str | None:
     if not path.exists():
         return None
     try:
-        settings = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if isinstance(settings, dict):
-        token = settings.get("eos_token")
-        if isinstance(token, dict):
-            token = token.get("content", token)
-        if token is None or isinstance(token, str):
-            return token
-    raise ValueError(f"{path}: expected an object whose eos_token, or its content, is a text")
+        token = json.loads(path.read_text()).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: not a JSON object: {error}") from None
+    if isinstance(token, dict):
+        token = token.get("content", token)
+    if token is None or isinstance(token, str):
+        return token
+    raise ValueError(f"{path}: eos_token, or its content, is {token!r}, no text")
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """SHA-256 of a tokenizer folder's `tokenizer.json`; a ValueError if there is none."""
+    """SHA-256 of a folder's `tokenizer.json`; a ValueError if there is none."""
     try:
         return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     except OSError:
@@ -318,7 +313,7 @@ def unigram_entropy(tokens: numpy.ndarray) -> float:
 
 
 def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
-    """Yield the text of every document, line ends as in the file; a ValueError names the line."""
+    """The text of every document, line ends as in the file; a ValueError names the line."""
     for path in tqdm(files, desc="documents", unit="file", disable=None, leave=False):
         try:
             if path.suffix != ".jsonl":
@@ -333,7 +328,7 @@ def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
 
 
 def _spread(files: list[Path], max_bytes: int) -> list[Path]:
-    """Every n-th file, with n such that about `max_bytes` are left."""
+    """Every n-th file, about `max_bytes` together."""
     size = sum(path.stat().st_size for path in files)
     return files[:: max(1, -(-size // max_bytes))]
 
@@ -357,8 +352,7 @@ def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
             below = sorted(p for p in path.rglob("*") if p.is_file())
             found = [p for p in below if p.suffix in TEXT_SUFFIXES]
             files += found
-            others = {p.suffix or "no suffix" for p in below}.difference(TEXT_SUFFIXES)
-            if others:
+            if others := {p.suffix or "no suffix" for p in below}.difference(TEXT_SUFFIXES):
                 count = len(below) - len(found)
                 print(f"{path}: skipped {count} file(s) of {', '.join(sorted(others))}")
             if not found:
@@ -429,7 +423,7 @@ def _encode_batch(tokenizer_path: Path, texts: list[str]) -> list[numpy.ndarray]
 
 @lru_cache(maxsize=1)
 def _plain_tokenizer(path: Path, written: int) -> Tokenizer:
-    """Cached: opening a large tokenizer takes as long as encoding a batch."""
+    """Cached: opening a large one takes as long as encoding a batch."""
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()

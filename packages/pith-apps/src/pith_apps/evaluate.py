@@ -1,8 +1,6 @@
-"""Held-out loss: the mean over a fixed set of held-out tokens, through the forward-only schedule.
+"""Held-out loss, over sequences that are the same at every step on every mesh.
 
-    loss = (sum of token losses) / (number of targets)       in nats; exp(loss) is the perplexity
-
-The sequences are the same at every step on every mesh.
+loss = (sum of token losses) / (number of targets)       in nats; exp(loss) is the perplexity
 """
 
 from pith_engine.checkpoint import load_checkpoint

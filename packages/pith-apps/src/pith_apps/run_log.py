@@ -7,8 +7,8 @@
     tensorboard/         when asked for
     lock                 held while a process writes to the folder
 
-A line of `metrics.jsonl` has either "loss" (a training step) or "held_out_loss" (an evaluation
-after that step). A resumed run first cuts off what it will write again.
+A line of `metrics.jsonl` has "loss" (a step) or "held_out_loss" (an evaluation after that step). A
+resumed run first cuts off what it will write again.
 
 The trap: a GPU runs behind the host, so a number handed to `log_step` must have been read after the
 optimizer's kernels were launched: it shows that the step is over.
@@ -43,7 +43,7 @@ ETA_STEPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One training step, as `metrics.jsonl` gives it; no expert, no balance and load."""
+    """One training step, as in `metrics.jsonl`; None without experts."""
 
     step: int
     """From 1."""
@@ -52,13 +52,13 @@ class StepRecord:
     loss: float
     """Mean over all targets, in nats."""
     balance_loss: float | None
-    """Without its coefficient; 1 is even, 0 a method without one."""
+    """Without coefficient; 1 is even, 0 a method without one."""
     z_loss: float
-    """Without its coefficient; 0 when it is off."""
+    """Without coefficient; 0 when off."""
     max_load: float | None
     """Tokens of the busiest expert over the mean, in the worst layer."""
     dead_experts: int | None
-    """Those without a token, over all layers."""
+    """Without a token, over all layers."""
     load_entropy: float | None
     """From 0 to 1 (even), mean over layers."""
     learning_rate: float
@@ -70,15 +70,15 @@ class StepRecord:
     tokens_per_second: float
     """Over all ranks, without the seconds elsewhere."""
     tokens_per_second_per_rank: float
-    """A rank is a GPU."""
+    """Or per GPU."""
     mfu: float | None
-    """Model FLOP/s over the peak of all GPUs; None where that is unknown."""
+    """Model FLOP/s over the peak of all GPUs, where that is known."""
     peak_memory: int
-    """Bytes of the fullest rank: allocated on the GPU, or resident on a CPU."""
+    """Bytes of the fullest rank: allocated on a GPU, resident on a CPU."""
     step_seconds: float
-    """From the end of one step to the end of the next."""
+    """From the end of the step before."""
     seconds_elsewhere: float
-    """Part of them that evaluation and saving took."""
+    """Of them, evaluating and saving."""
     eta_seconds: float
     """Until the last step."""
     num_skipped_steps: int
@@ -117,7 +117,7 @@ class StepRecord:
 
 
 class RunLog:
-    """The log of one rank, used in a `with`; rank 0 also writes the metrics and prints."""
+    """The log of one rank, used in a `with`; rank 0 also prints and writes the metrics."""
 
     def __init__(
         self,
@@ -134,8 +134,8 @@ class RunLog:
     ):
         """Open the files; the first step starts now. A ValueError if the folder cannot be written.
 
-        `flops_per_token` are of forward and backward. Until `resumed_step` the run saw
-        `tokens_seen` targets; 0 is a new run, whose old records are all cut off.
+        `flops_per_token` are of forward and backward; until `resumed_step` the run saw
+        `tokens_seen` targets. Step 0 is a new run, whose old records are all cut off.
         """
         self.rank, self.world_size, self.device = rank, world_size, device
         self.total_steps, self.step, self.tokens_seen = total_steps, resumed_step, tokens_seen
@@ -242,7 +242,7 @@ class RunLog:
 
 
 def write_run_facts(folder: Path, config: dict[str, object], world_size: int) -> None:
-    """Write `config.json` and `environment.json`, without variables: they may hold credentials."""
+    """Write both JSON files, without environment variables: they may hold credentials."""
     names = ("pith-apps", "numpy", "tokenizers", "safetensors", "triton")
     versions = {found.name: found.version for found in distributions() if found.name in names}
     environment = {
@@ -262,7 +262,7 @@ def write_run_facts(folder: Path, config: dict[str, object], world_size: int) ->
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of `metrics.jsonl` in order; a half-written last line is left out."""
+    """The records in order, without a half-written last line."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     try:

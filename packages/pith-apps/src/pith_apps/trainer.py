@@ -43,16 +43,16 @@ from pith_apps.plan import chosen_attention, chosen_layers
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """One rank's share of a model, ready to run steps."""
+    """One rank's share of a model."""
 
     mesh: Mesh
     """The ranks."""
     device: torch.device
     """Of this rank."""
     units: list[Unit]
-    """Parameters gathered and reduced together."""
+    """Gathered and reduced together."""
     parameters: list[ShardedParameter]
-    """Those of the units, in order."""
+    """Those of the units."""
     pipeline: Pipeline
     """Runs the chunks."""
 
@@ -122,7 +122,7 @@ def check_same_corpora(config: RunConfig, mesh: Mesh) -> None:
 
 
 def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> tuple[StepLosses, Tensor]:
-    """Put the gradients of this rank's micro-batches of a step into every parameter's `grad`.
+    """Put a step's gradients into every parameter's `grad`, from this rank's micro-batches.
 
     Returns losses and gradient norm (float64, before clipping), the same on every rank.
     """
