@@ -80,8 +80,13 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
     ]
     if not config.model.num_experts:
         found += _dense_violations(config)
-    if _sound(own, "nproc", "mesh"):
-        found += _device_violations(config, machine)
+    here, gpus = machine.processes_here, machine.num_gpus
+    if _sound(own, "nproc", "mesh") and config.train.device == "cuda" and here > gpus:
+        smaller = f"use a mesh of {gpus} ranks or " if gpus else ""
+        found.append(
+            f"train.device is 'cuda' with {here} processes here: this machine shows {gpus} GPU(s), "
+            f"one process each; {smaller}set --train.device cpu --train.dtype fp32"
+        )
     if _sound(own, "model"):
         try:
             chosen_attention(config)
@@ -91,7 +96,7 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def check_values(config: RunConfig) -> None:
-    """Refuse fields that are wrong alone, for commands that run no step."""
+    """As `check_run`, for commands that run no step."""
     found = own_violations(config)
     raise_violations(found, f"{len(found)} reason(s) why {config.name!r} describes no run")
 
@@ -134,9 +139,7 @@ def check_resume(config: RunConfig) -> None:
         if meta.sha256 != saved:
             found.append(f"the corpus in {folder} is another one than was trained on")
     raise_violations(
-        found,
-        f"run {config.name!r} cannot resume {newest}; go back to the values of the checkpoint, or "
-        "start another run with --name",
+        found, f"run {config.name!r} cannot resume {newest}; go back to its values or set --name"
     )
 
 
@@ -147,7 +150,7 @@ def fixed_changes(config: RunConfig, run: dict[str, Any], fixed: tuple[str, ...]
 
 
 def newest_checkpoint(config: RunConfig) -> Path | None:
-    """The newest complete checkpoint of the run, if any; quiet about incomplete ones."""
+    """The newest complete checkpoint of the run, if any, quiet about others."""
     if not config.checkpoint_folder.is_dir():
         return None
     # Takes as long to import as torch itself, and a new run's launcher does not need it.
@@ -164,7 +167,7 @@ def required_checkpoint(config: RunConfig) -> Path:
     if newest is None:
         raise ValueError(
             f"{config.checkpoint_folder} holds no complete checkpoint: run `pith pretrain` first, "
-            "or set --name and --runs-folder to those of a run that has one"
+            "or set --name and --runs-folder"
         )
     from pith_engine.checkpoint import read_manifest
 
@@ -174,7 +177,7 @@ def required_checkpoint(config: RunConfig) -> Path:
 
 
 def hf_model_changes(source: Path, model: ModelConfig) -> list[str]:
-    """Where the model of a Hugging Face folder differs, a line each; a ValueError without one."""
+    """Where the model of a Hugging Face folder differs, a line each."""
     theirs, ours = model_record(model_config_from_hf(read_hf_config(source))), model_record(model)
     is_family = theirs["model_type"] == ours["model_type"]
     return [
@@ -216,7 +219,7 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
 
 
 def _dense_violations(config: RunConfig) -> list[str]:
-    """Settings of experts that were asked for; `balance.method none` is true of a dense model."""
+    """Settings of experts; `balance.method none` is true of a dense model."""
     default = asdict(BalanceConfig())
     found = [
         f"balance.{name} is {value!r}"
@@ -228,19 +231,8 @@ def _dense_violations(config: RunConfig) -> list[str]:
     return [f"{setting}: the model has no experts; leave it out" for setting in found]
 
 
-def _device_violations(config: RunConfig, machine: Machine) -> list[str]:
-    if config.train.device == "cpu" or machine.processes_here <= machine.num_gpus:
-        return []
-    smaller = f"use a mesh of {machine.num_gpus} ranks or " if machine.num_gpus else ""
-    return [
-        f"train.device is 'cuda' with {machine.processes_here} processes here: this machine shows "
-        f"{machine.num_gpus} GPU(s), one process each; {smaller}set --train.device cpu "
-        "--train.dtype fp32"
-    ]
-
-
 def _range_violations(config: RunConfig) -> list[str]:
-    train = config.train
+    train, name = config.train, config.name
     at_least = [
         ("nproc", config.nproc, 1),
         ("train.steps", train.steps, 1),
@@ -253,31 +245,30 @@ def _range_violations(config: RunConfig) -> list[str]:
         ("checkpoint.interval", config.checkpoint.interval, 0),
         ("checkpoint.keep", config.checkpoint.keep, 1),
     ]
-    found = [
-        f"{path} is {value}: allowed are whole numbers from {least}; "
-        f"set --{path.replace('_', '-')} {least} or more"
-        for path, value, least in at_least
-        if value is not None and value < least
+    is_folder = Path(name).name == name not in ("", "..") and len(os.fsencode(name)) <= 255
+    is_time = 0 < config.timeout <= 1e9
+    ranges = [
+        *(
+            (path, value, value >= least, f"whole numbers from {least}", f"{least} or more")
+            for path, value, least in at_least
+            if value is not None
+        ),
+        ("train.seed", train.seed, train.seed < 2**63, "numbers below 2**63", "0"),
+        ("timeout", config.timeout, is_time, "seconds above 0 and up to 1e9", "600"),
+        ("name", name, is_folder, "names of one folder, up to 255 bytes", "my-run"),
+        (
+            "train.max_grad_norm",
+            train.max_grad_norm,
+            train.max_grad_norm > 0,
+            "numbers above 0",
+            "1",
+        ),
     ]
-    if train.seed >= 2**63:
-        found.append(f"train.seed is {train.seed}: allowed are numbers below 2**63")
-    if not 0 < config.timeout <= 1e9:
-        found.append(
-            f"timeout is {config.timeout}: allowed are seconds above 0 and up to 1e9; "
-            "set --timeout 600"
-        )
-    name = config.name
-    if name in ("", ".", "..") or Path(name).name != name or len(os.fsencode(name)) > 255:
-        found.append(
-            f"name is {name!r}: allowed is the name of one folder, up to 255 bytes; "
-            "set --name my-run"
-        )
-    if not train.max_grad_norm > 0:
-        found.append(
-            f"train.max_grad_norm is {train.max_grad_norm}: allowed are numbers above 0; "
-            "set --train.max-grad-norm 1"
-        )
-    return found
+    return [
+        f"{path} is {value!r}: allowed are {allowed}; set --{path.replace('_', '-')} {fix}"
+        for path, value, is_sound, allowed, fix in ranges
+        if not is_sound
+    ]
 
 
 def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
@@ -293,8 +284,8 @@ def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         found.append(
-            f"runs_folder is {str(config.runs_folder)!r}: {existing} is not a folder that this user"
-            " can write to; set --runs-folder to one that is"
+            f"runs_folder is {str(config.runs_folder)!r}: {existing} is no folder to write to; "
+            "set --runs-folder to one"
         )
     checkpoints = config.checkpoint_folder
     if _sound(own, "name") and os.path.lexists(checkpoints) and not checkpoints.is_dir():
@@ -314,12 +305,10 @@ def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> lis
         num_micro_batches=config.num_micro_batches,
         sequence_length=config.train.sequence_length,
     )
-    sharding = config.sharding
-    kinds = [("dense", sharding.replicate_dense), ("experts", sharding.replicate_experts)]
     return found + [
-        f"sharding.replicate_{kind} is True, but mesh.dp 1 has no replicas: allowed from 2; "
-        f"set --sharding.no-replicate-{kind}"
-        for kind, is_asked in kinds
+        f"sharding.{name} is True, but mesh.dp 1 has no replicas: allowed from 2; "
+        f"set --sharding.no-{name.replace('_', '-')}"
+        for name, is_asked in asdict(config.sharding).items()
         if is_asked and config.mesh.dp == 1
     ]
 
@@ -358,11 +347,9 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
     corpora = [("data.training", folders.training), ("data.held_out", folders.held_out)]
     if data.standard_library:
         corpora = [(path, folder) for path, folder in corpora if folder.exists()]
-        # Once they exist, they say it themselves.
-        if not corpora and vocab_size < STANDARD_LIBRARY_VOCABULARY:
-            found.append(
-                _small_vocabulary(config, "the standard library", STANDARD_LIBRARY_VOCABULARY)
-            )
+        size = STANDARD_LIBRARY_VOCABULARY
+        if not corpora and vocab_size < size:  # once they exist, they say it themselves
+            found.append(_small_vocabulary(config, "the standard library", size))
     tokenizer = None
     try:
         tokenizer = tokenizer_hash(folders.tokenizer) if corpora else None

@@ -66,7 +66,7 @@ class TokenizeArguments:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what follows `pith`, by default this process's arguments; return the exit code."""
+    """Run what follows `pith` (default: this process's arguments); return the exit code."""
     _follow_launcher()
     match list(sys.argv[1:] if arguments is None else arguments):
         case []:
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _follow_launcher() -> None:
-    """Let the kernel end this worker when its launcher ends, however it ends (Linux)."""
+    """Let the kernel end this worker with its launcher (Linux)."""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is None:
         return
@@ -215,7 +215,7 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
 
 
 def _parity(rest: list[str]) -> int:
-    """As `_run_in_ranks`, with as many ranks as the largest mesh has."""
+    """As `_run_in_ranks`, with the ranks of the largest mesh."""
     from pith_apps.arguments import ParityArguments
     from pith_apps.launch import find_machine, is_rank
     from pith_apps.parity import check_parity, parity_plan, parity_worker

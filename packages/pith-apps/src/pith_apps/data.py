@@ -1,7 +1,7 @@
 """Which tokens a micro-batch holds: a pure function of (seed, epoch, sample index).
 
-Sample i with sequence length S is `tokens[i * S : i * S + S + 1]`: inputs are its first S ids,
-targets its last S. A tail of fewer than S + 1 ids is dropped.
+Sample i with sequence length S is `tokens[i * S : i * S + S + 1]`: inputs are the first S ids,
+targets the last S. A shorter tail is dropped.
 
     sample number g of a run      = (step - 1) * B + m * b + j          (steps count from 1)
     its epoch and place           = divmod(g, number of samples)
@@ -32,7 +32,7 @@ NUM_ROUNDS = 6
 
 
 class TrainingData:
-    """One rank's micro-batches of every step; a background thread reads one step ahead."""
+    """One rank's micro-batches of every step; a thread reads one step ahead."""
 
     def __init__(
         self,
@@ -43,10 +43,7 @@ class TrainingData:
         vocab_size: int,
         device: torch.device,
     ):
-        """`tokens` are `[N]` ids, a corpus's memory map.
-
-        A ValueError if batch ranks get no whole micro-batches, or the corpus has too few samples.
-        """
+        """`tokens` `[N]`; a ValueError if batches do not divide or there are too few samples."""
         self.tokens, self.device, self.cp, self.train = tokens, device, mesh.cp, train
         self.vocab_size = vocab_size
         self.num_samples = num_samples(len(tokens), train.sequence_length)
@@ -62,7 +59,7 @@ class TrainingData:
         rows = ahead[1].result() if ahead and ahead[0] == step else self._read(step)
         self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
         if self.device.type == "cuda":
-            # Not in the reader's thread, which would open a context on GPU 0 in every rank.
+            # In the reader's thread it would open a context on GPU 0 in every rank.
             rows = rows.pin_memory()
         return _batches_of(rows.to(self.device, non_blocking=True), self.cp)
 
@@ -87,7 +84,7 @@ def held_out_batches(
     device: torch.device,
     max_samples: int,
 ) -> Iterator[list[Batch]]:
-    """Yield this rank's micro-batches of the held-out data, as many a call as in a training step.
+    """This rank's micro-batches of the held-out data, as many at once as in a training step.
 
     Samples come in order, `max_samples` spread evenly where there are more. What the last sample
     and call lack are ignored targets. A ValueError as above, or for fewer than two tokens.

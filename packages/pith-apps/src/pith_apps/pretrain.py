@@ -55,7 +55,7 @@ from pith_apps.trainer import Trainer, build_trainer, joined_mesh, step_gradient
 
 
 def pretrain(config: RunConfig, machine: Machine) -> int:
-    """Train to the last step and return exit code 0; every rank calls it, after `check_run`."""
+    """Train to the last step; every rank calls it, after `check_run`. Returns the exit code."""
     with joined_mesh(config) as (mesh, device):
         corpus = Corpus.open(config.folders.training, config.model.vocab_size)
         plan = describe_run(config, machine, corpus.meta.num_tokens)
@@ -90,7 +90,7 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
 
 
 def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon) -> Manifest | None:
-    """Load the newest complete checkpoint that rank 0 sees; None when there is none."""
+    """Load the newest complete checkpoint that rank 0 sees, if any."""
     mesh = trainer.mesh
     found = find_checkpoint(config.checkpoint_folder) if mesh.rank == 0 else None
     newest: Path | None = broadcast_object(found, mesh.world)
@@ -99,14 +99,14 @@ def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon) -> Man
     manifest = read_manifest(newest)
     state = optimizer if manifest.has_optimizer else None
     load_checkpoint(newest, trainer.parameters, state, mesh)
-    # A step without targets updates nothing, so there may be fewer updates than steps.
+    # Fewer than steps where some had no target.
     optimizer.num_steps = manifest.run.get("num_updates", optimizer.num_steps)
     trainer.pipeline.restore_counts(manifest.run.get("expert_counts", {}))
     return manifest
 
 
 def _start(config: RunConfig, trainer: Trainer) -> str:
-    """Load the weights of `start.from`, if given; returns what step 1 starts from."""
+    """Load the weights of `start.from`, if given; return what step 1 starts from."""
     source = config.start.source
     if source is None:
         folder = config.checkpoint_folder
@@ -187,7 +187,7 @@ def _train_step(
         learning_rate=rate,
         grad_norm=norm.item(),
         num_tokens=config.train.batch * config.train.sequence_length,
-        # Read last: on a GPU its arrival means that the optimizer's kernels are done.
+        # Read last: its arrival from a GPU means that the optimizer's kernels are done.
         peak_memory=int(all_reduce(peak, mesh.world, op="max").item()),
     )
     model = config.model
@@ -205,7 +205,7 @@ def load_warning(max_load: float, top_k: int, num_experts: int) -> str:
 
 
 def _is_due(step: int, interval: int, last: int) -> bool:
-    """Whether something with this interval follows `step`; always after the last."""
+    """Whether what has this interval follows `step`, as after the last."""
     return step == last or (interval > 0 and step % interval == 0)
 
 
@@ -218,7 +218,7 @@ def _evaluate(config: RunConfig, trainer: Trainer, log: RunLog) -> None:
 def _save(
     config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog
 ) -> None:
-    """Write the checkpoint of the step that just ended, then delete those beyond `keep`."""
+    """Write the checkpoint of the latest step, delete those beyond `keep`."""
     start = time.perf_counter()
     raise_if_weights_not_finite(trainer.parameters, log.step, trainer.mesh)
     facts = {
@@ -242,7 +242,7 @@ def _save(
 
 
 def _finish(config: RunConfig) -> None:
-    """After the last step, rank 0 alone: draw the losses, export, say where everything is."""
+    """After the last step, on rank 0: draw the losses, export, say where everything is."""
     folder = config.run_folder
     held_out = Corpus.open(config.folders.held_out, config.model.vocab_size)
     plot_losses(folder, unigram_entropy=unigram_entropy(held_out.tokens))
