@@ -21,20 +21,6 @@ class RunArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityArguments(RunArguments):
-    """Loss and gradients of one step on every mesh, against one process."""
-
-    meshes: tuple[str, ...] = ()
-    """Meshes in short form, such as pp2-ep2, or hsdp-dp2-ep2 (default: those of the grid)."""
-    grid: Literal["usual", "full"] = "usual"
-    """`usual`: meshes of dp, ep and pp in 4 processes; `full`: cp, HSDP and 8 processes too."""
-    variations: Annotated[str, arg(name="with")] = ""
-    """What to switch on, such as packed,aux: packed, padding, aux, tied, recompute, muon, hsdp."""
-    dtype: Literal["fp64", "fp32"] = "fp64"
-    """`fp64` compares within 1e-10; `fp32` within 1e-5, gradients within 1e-4."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExportArguments(RunArguments):
     """The newest complete checkpoint of a run to a Hugging Face folder."""
 

@@ -216,9 +216,8 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
 
 def _parity(rest: list[str]) -> int:
     """As `_run_in_ranks`, with the ranks of the largest mesh."""
-    from pith_apps.arguments import ParityArguments
     from pith_apps.launch import find_machine, is_rank
-    from pith_apps.parity import check_parity, parity_plan, parity_worker
+    from pith_apps.parity import ParityArguments, check_parity, parity_plan, parity_worker
     from pith_apps.trainer import joined_group
 
     arguments = _parse_recipe("parity", rest, ParityArguments)

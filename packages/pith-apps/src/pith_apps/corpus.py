@@ -348,21 +348,18 @@ def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
     """The files to read, and the faults of `inputs`."""
     files, faults = [], []
     for path in inputs:
-        if path.is_dir():
-            below = sorted(p for p in path.rglob("*") if p.is_file())
-            found = [p for p in below if p.suffix in TEXT_SUFFIXES]
-            files += found
-            if others := {p.suffix or "no suffix" for p in below}.difference(TEXT_SUFFIXES):
-                count = len(below) - len(found)
-                print(f"{path}: skipped {count} file(s) of {', '.join(sorted(others))}")
-            if not found:
-                faults.append(f"{path}: no {', '.join(TEXT_SUFFIXES)} file below it")
-        elif not path.is_file():
+        below = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        found = [p for p in below if p.suffix in TEXT_SUFFIXES and p.is_file()]
+        others = {p.suffix or "no suffix" for p in below}.difference(TEXT_SUFFIXES)
+        if not path.exists():
             faults.append(f"{path}: no such file")
-        elif path.suffix not in TEXT_SUFFIXES:
-            faults.append(f"{path}: suffix {path.suffix!r} is none of {', '.join(TEXT_SUFFIXES)}")
-        else:
-            files.append(path)
+        elif not found:
+            kind = f"suffix {path.suffix!r}" if path.is_file() else "each file below it"
+            faults.append(f"{path}: {kind} is none of {', '.join(TEXT_SUFFIXES)}")
+        elif others:
+            count = len(below) - len(found)
+            print(f"{path}: skipped {count} file(s) of {', '.join(sorted(others))}")
+        files += found
     faults += [f"{path}: not readable" for path in files if not os.access(path, os.R_OK)]
     if not inputs:
         faults.append("no input file given")

@@ -171,10 +171,12 @@ def _train_step(
     batches = data.micro_batches(step)
     losses, norm = step_gradients(trainer, batches)
     rate = learning_rate(config.lr, step, config.train.steps)
-    if not torch.isfinite(norm).item():
-        with NanFinder():  # run again, to end in the line that makes the NaN
-            step_gradients(trainer, batches)
+    try:
         raise_if_not_finite(parameters, norm, step, mesh)
+    except FloatingPointError:
+        with NanFinder():  # run again, to end in the line that makes the NaN, if it does so again
+            step_gradients(trainer, batches)
+        raise
     if losses.num_targets:
         clip_gradients(parameters, norm, config.train.max_grad_norm)
         optimizer.step(rate)
