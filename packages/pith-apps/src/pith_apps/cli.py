@@ -4,7 +4,7 @@ A verb is one arm of `_run_verb`, which imports what it needs: `pith --help` and
 import no torch. Every field of a recipe's `RunConfig` is an option of the same name.
 
 Exit codes: 0 done, 1 a rank failed or a comparison was off, 2 refused before anything was written,
-130 interrupted before any rank started, 128 + signal when that stopped the ranks.
+130 interrupted before any rank started, 128 + the number of the signal that stopped the ranks.
 """
 
 import ctypes

@@ -6,8 +6,8 @@ The same bytes whatever machine or number of workers wrote them:
     documents.npy  `[D + 1]` int64, document d is `tokens[documents[d] : documents[d + 1]]`
     meta.json      `CorpusMeta`
 
-Every document ends with the EOS id; text that spells a special token is encoded as plain text, so
-none can forge its end. A folder gets its name when whole.
+Every document ends with the EOS id; text that spells it is encoded as plain text, so none can forge
+its end. A folder gets its name when whole.
 
 The trap: numpy wraps ids that do not fit, so the dtype follows the tokenizer's largest id, never
 the ids seen.

@@ -86,8 +86,8 @@ def held_out_batches(
 ) -> Iterator[list[Batch]]:
     """This rank's micro-batches of the held-out data, as many at once as in a training step.
 
-    Samples come in order, `max_samples` spread evenly where there are more. What the last sample
-    and call lack are ignored targets. A ValueError as above, or for fewer than two tokens.
+    Samples come in order, `max_samples` spread evenly where there are more; what the last lack are
+    ignored targets. A ValueError as above, or for fewer than two tokens.
     """
     total = -(-(len(tokens) - 1) // train.sequence_length)
     if total < 1:

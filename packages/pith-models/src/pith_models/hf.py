@@ -281,7 +281,7 @@ def export_tensors(
 def held_folder(folder: Path) -> Generator[Path]:
     """Hold a folder, made where it is missing, alone for the body; yields its lock file.
 
-    A ValueError if another process holds it, which the kernel ends with that process, however.
+    A ValueError if another process holds it, until that ends, however; a warning without locks.
     """
     lock = folder / "lock"
     try:
