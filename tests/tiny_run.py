@@ -1,6 +1,7 @@
 """The runs that parity is tested on: dense and sparse layers, sizes that divide by little."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from pith_apps.config import RunConfig, TrainConfig
 from pith_engine.balance import BalanceConfig
@@ -8,6 +9,7 @@ from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import parse_mesh
 from pith_models.qwen3_dense import Qwen3Config
 from pith_models.qwen3_moe import Qwen3MoeConfig
+from tokenizers import Tokenizer, models
 
 
 def tiny_run(*, num_layers: int, sequence_length: int) -> RunConfig:
@@ -54,3 +56,10 @@ def tiny_dense_run(*, num_layers: int, sequence_length: int) -> RunConfig:
     )
     run = tiny_run(num_layers=num_layers, sequence_length=sequence_length)
     return replace(run, model=model, balance=BalanceConfig())
+
+
+def one_word_tokenizer(folder: Path) -> Path:
+    """The folder, new, with a tokenizer of one word for exports that need none."""
+    folder.mkdir()
+    Tokenizer(models.WordLevel({"word": 0}, "word")).save(str(folder / "tokenizer.json"))
+    return folder

@@ -50,10 +50,9 @@ def test_help_of_a_verb_needs_no_recipe(capsys):
     for verb in ("pretrain", "evaluate", "convert export", "convert import", "parity"):
         for flag in ("--help", "-h"):
             assert main([*verb.split(), flag]) == 0
-            lines = capsys.readouterr().out.splitlines()
-            assert lines[1].startswith(f"  pith {verb} RECIPE")
-            assert [line.startswith("  pith ") for line in lines].count(True) == 1
-            assert lines[-1].startswith("`--help` after RECIPE")
+            text = capsys.readouterr().out
+            assert f"\n  pith {verb} RECIPE" in text
+            assert "`pith VERB RECIPE --help`" in text
     assert main(["convert", "--help"]) == 0
     assert capsys.readouterr().out.count("  pith convert ") == 2
     assert main(["convert", "exprt", "--help"]) == 2

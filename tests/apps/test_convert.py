@@ -232,10 +232,9 @@ def test_export_of_another_model_or_half_a_checkpoint_is_refused(source: Path, t
     imported = import_checkpoint(source, tmp_path / "imported", config)
     out = tmp_path / "out"
     with pytest.raises(ValueError, match=r"missing layers\.3\.mlp_down_proj"):
-        export_checkpoint(
-            imported, out, replace(config, mlp_only_layers=(1, 3)), dtype=torch.bfloat16
-        )
+        other = replace(config, mlp_only_layers=(1, 3))
+        export_checkpoint(imported, out, other, dtype=torch.bfloat16, companions=source)
     (imported / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"incomplete: no manifest\.json"):
-        export_checkpoint(imported, out, config, dtype=torch.bfloat16)
+        export_checkpoint(imported, out, config, dtype=torch.bfloat16, companions=source)
     assert not out.exists()

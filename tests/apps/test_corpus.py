@@ -283,7 +283,7 @@ def test_tokenizer_is_reproducible_and_transformers_opens_it(
 def test_vocabulary_larger_than_the_text_gives_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
     with pytest.raises(ValueError, match=r"vocab_size 4096: the text gives only \d+ entries"):
-        train_tokenizer([tmp_path / "a.txt"], tmp_path / "out")
+        train_tokenizer([tmp_path / "a.txt"], tmp_path / "out", vocab_size=4096)
     assert not (tmp_path / "out").exists()
 
 

@@ -171,7 +171,7 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
 
 
 def held_out(tokens: np.ndarray, mesh: Mesh, **changes: int) -> list[list[Batch]]:
-    max_samples = changes.pop("max_samples", None)
+    max_samples = changes.pop("max_samples", len(tokens))
     train, vocab_size = sizes(8, changes)
     return list(
         held_out_batches(

@@ -22,6 +22,7 @@ from pith_models.build import ModelConfig, model_config_from_hf
 from pith_models.hf import read_hf_config
 from released_deepseek import V2_LITE, V3
 from safetensors.torch import load_file
+from tiny_run import one_word_tokenizer
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 RECIPES = ("deepseek-v2-lite-tiny", "deepseek-v3-tiny")
@@ -106,7 +107,8 @@ def test_bytes_survive_import_a_mesh_and_export(source: Path, tmp_path: Path, gl
     gloo_pool.run(load_and_save, "pp2-ep2", config, imported, tmp_path / "saved", timeout=180)
     saved = find_checkpoint(tmp_path / "saved")
     assert saved is not None
-    export_checkpoint(saved, tmp_path / "out", config, dtype=torch.bfloat16)
+    tokenizer = one_word_tokenizer(tmp_path / "tokenizer")
+    export_checkpoint(saved, tmp_path / "out", config, dtype=torch.bfloat16, companions=tokenizer)
     before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "out"))
     assert before.keys() == after.keys()
     for key, value in before.items():
@@ -159,8 +161,9 @@ def test_the_bias_follows_the_load_and_is_exported(tmp_path: Path):
         torch.testing.assert_close(parameter.shard, bias)
         assert bias.abs().max() > rate
     saved = save_checkpoint(tmp_path / "saved", 2, trainer.parameters, optimizer, {}, mesh)
-    export_checkpoint(saved, tmp_path / "out", config.model, dtype=torch.bfloat16)
-    exported = load_file(tmp_path / "out" / "model.safetensors")
+    out, tokenizer = tmp_path / "out", one_word_tokenizer(tmp_path / "tokenizer")
+    export_checkpoint(saved, out, config.model, dtype=torch.bfloat16, companions=tokenizer)
+    exported = load_file(out / "model.safetensors")
     for layer, bias in expected.items():
         key = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
         assert exported[key].dtype == torch.float32

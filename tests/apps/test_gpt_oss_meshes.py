@@ -26,6 +26,7 @@ from pith_engine.context_parallel import context_attention
 from pith_models.build import canonical_tensors, model_config_from_hf
 from released_gpt_oss import GPT_OSS_20B, GPT_OSS_120B
 from safetensors.torch import load_file, save_file
+from tiny_run import one_word_tokenizer
 
 
 def parity(labels: tuple[str, ...], variations: tuple[str, ...], broken: str) -> tuple[bool, str]:
@@ -91,7 +92,8 @@ def test_bytes_survive_import_a_mesh_and_export(tmp_path: Path, gloo_pool: Any):
     )
     saved = find_checkpoint(tmp_path / "saved")
     assert saved is not None
-    export_checkpoint(saved, tmp_path / "out", config, dtype=torch.bfloat16, companions=None)
+    tokenizer = one_word_tokenizer(tmp_path / "tokenizer")
+    export_checkpoint(saved, tmp_path / "out", config, dtype=torch.bfloat16, companions=tokenizer)
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert after.keys() == tensors.keys()
     for key, value in tensors.items():

@@ -141,7 +141,7 @@ def test_a_killed_run_resumes_and_ends_alike(folder, monkeypatch, capsys):
     for command in (["pretrain", *SIX], ["pretrain", *FOUR_RANKS], ["convert", "import", *SIX]):
         given = source if "import" in command else []
         assert main([*command, *given, "--name", "killed"]) == 2
-        assert "run folder runs/killed is in use by another process" in capsys.readouterr().err
+        assert "runs/killed is in use by another process" in capsys.readouterr().err
     assert sorted(Path("runs", "killed").rglob("*")) == before
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -174,6 +174,18 @@ def test_what_decides_the_numbers_may_not_change_on_resume(folder, monkeypatch, 
     assert "resumed at step 6 of 6" in output
     assert "changed since that checkpoint: optim.weight_decay: 0.1 -> 0.0" in output
     assert "nothing is left to train" in output
+
+
+def test_a_finished_run_without_a_held_out_record_still_ends_well(folder):
+    run = shutil.copytree(folder / "runs" / "whole", folder / "runs" / "cut")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if "held_out_loss" not in line]
+    assert len(kept) < len(lines)
+    (run / "metrics.jsonl").write_text("".join(kept))
+    shutil.rmtree(run / "export")
+    output = pith(folder, "pretrain", *SIX, "--name", "cut")
+    assert (run / "export" / "config.json").exists()
+    assert "export      runs/cut/export" in output and "held-out loss" not in output
 
 
 @pytest.mark.slow

@@ -58,9 +58,8 @@ def family(name: str) -> nn.Module:
             sizes = {**SIZES, **GROUPED, **SPARSE, "moe_intermediate_size": 24, "num_experts": 8}
             return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
         case "qwen3":
-            return Qwen3ForCausalLM(
-                Qwen3Config(**SIZES, rope_parameters={**YARN, "rope_theta": 1e4})
-            )
+            rope = {**YARN, "rope_theta": 1e4}
+            return Qwen3ForCausalLM(Qwen3Config(**SIZES, **GROUPED, rope_parameters=rope))
         case "gpt_oss":
             rope = {**YARN, "rope_theta": 1e4, "truncate": False}
             sizes = {**SIZES, **GROUPED, **SPARSE, "num_local_experts": 8, "sliding_window": 8}

@@ -1,12 +1,15 @@
 """`loss.png` is drawn from the metrics, without a display."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.image import imread
-from pith_apps.report import plot_losses, running_mean
+from pith_apps.report import plot_losses
 
 
 def write_metrics(folder: Path, *, training: int, held_out: int) -> None:
@@ -34,21 +37,32 @@ def test_loss_picture(tmp_path: Path) -> None:
     blue, orange, gray = (31, 119, 180), (255, 127, 14), (128, 128, 128)
     assert {blue, orange, gray} <= colours(path)
     write_metrics(tmp_path, training=3, held_out=0)
-    assert orange not in colours(plot_losses(tmp_path))
+    assert orange not in colours(plot_losses(tmp_path, unigram_entropy=6.38))
 
 
 def test_a_run_that_only_evaluated(tmp_path: Path) -> None:
     write_metrics(tmp_path, training=0, held_out=1)
-    assert plot_losses(tmp_path).exists()
+    assert plot_losses(tmp_path, unigram_entropy=6.38).exists()
 
 
 def test_nothing_recorded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no record"):
-        plot_losses(tmp_path)
+        plot_losses(tmp_path, unigram_entropy=6.38)
 
 
-def test_running_mean() -> None:
-    values = np.array([1.0, 3.0, 5.0, 9.0])
-    assert running_mean(values, 1).tolist() == values.tolist()
-    assert running_mean(values, 2).tolist() == [1.0, 2.0, 4.0, 7.0]
-    assert running_mean(values, 9).tolist() == [1.0, 2.0, 3.0, 4.5]
+def test_the_mean_ends_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 losses in steps 1 to 40 and windows of two: 39 means, the first at step 2."""
+    lines: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    plot = Axes.plot
+
+    def recorded(axes: Axes, x: np.ndarray, y: np.ndarray, *rest: object, **style: Any) -> object:
+        lines[style["label"]] = (x, y)
+        return plot(axes, x, y, *rest, **style)
+
+    monkeypatch.setattr(Axes, "plot", recorded)
+    write_metrics(tmp_path, training=40, held_out=0)
+    plot_losses(tmp_path, unigram_entropy=6.38)
+    losses = lines["training, a step"][1]
+    steps, means = lines["training, mean of 2 steps"]
+    assert steps.tolist() == list(range(2, 41))
+    assert np.allclose(means, [(a + b) / 2 for a, b in pairwise(losses)], rtol=1e-12)

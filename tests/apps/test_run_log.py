@@ -15,12 +15,12 @@ from pith_apps.run_log import (
     RunLog,
     StepRecord,
     format_seconds,
-    held_run_folder,
     peak_memory_bytes,
     read_metrics,
     write_run_facts,
 )
 from pith_engine.pipeline import StepLosses
+from pith_models.hf import held_folder
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,6 @@ def log_step(log: RunLog, **changes: float) -> None:
 
 def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open_log(tmp_path) as log:
-        log.start_clock()
         with log.elsewhere():
             time.sleep(0.2)
         time.sleep(0.1)
@@ -202,8 +201,8 @@ def test_damaged_metrics_are_named(tmp_path: Path) -> None:
 
 HOLD = """
 import pathlib, sys, time
-from pith_apps.run_log import held_run_folder
-with held_run_folder(pathlib.Path(sys.argv[1])):
+from pith_models.hf import held_folder
+with held_folder(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -214,12 +213,12 @@ def test_a_run_folder_is_held_until_its_process_ends_however(tmp_path: Path) -> 
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     refused = pytest.raises(ValueError, match="run is in use by another process")
-    with refused, held_run_folder(tmp_path / "run"):
+    with refused, held_folder(tmp_path / "run"):
         pass
     holder.kill()
     holder.wait()
     for _ in range(2):
-        with held_run_folder(tmp_path / "run"):
+        with held_folder(tmp_path / "run"):
             pass
 
 
@@ -229,8 +228,8 @@ def test_a_file_system_without_locks_is_no_refusal(
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("pith_apps.run_log.flock", no_locks)
-    with pytest.warns(UserWarning, match="not protected"), held_run_folder(tmp_path):
+    monkeypatch.setattr("pith_models.hf.flock", no_locks)
+    with pytest.warns(UserWarning, match="not protected"), held_folder(tmp_path):
         pass
 
 

@@ -208,6 +208,8 @@ def test_existing_folder_is_kept_unless_replaced(source: Path, tmp_path: Path):
     assert_same_bytes(source, out)
     assert not (out / "note.txt").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    with pytest.raises(ValueError, match=r"cannot write .*note/out"):
+        export(source, tmp_path / "source" / "config.json" / "note" / "out")
 
 
 class Failing(Mapping[str, Tensor]):

@@ -395,7 +395,7 @@ def test_killed_export_leaves_only_a_temporary_folder(tmp_path: Path):
         [sys.executable, "-c", SLOW_EXPORT, str(out)], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "half\n"
-        with pytest.raises(ValueError, match=r"out\.tmp is being written by another process"):
+        with pytest.raises(ValueError, match=r"out\.tmp is in use by another process"):
             export()
         process.kill()
     assert [path.name for path in tmp_path.iterdir()] == ["out.tmp"]

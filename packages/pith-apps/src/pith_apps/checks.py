@@ -1,12 +1,11 @@
 """Every reason why a run cannot start, found before anything is touched.
 
-`violations` reports everything at once: field path, value, what is allowed, a fix. No process group
-is made and no file is written before it returned nothing.
+`violations` reports everything at once: field path, value, what is allowed, a fix. What is wrong
+with one field says the `violations` method of its dataclass, or `_range_violations` for those of
+`config.py`; what relates several fields, or a field and the machine, stands here.
 
-What is wrong with one field says the `violations` method of its dataclass, or `_range_violations`
-for those of `config.py`; what relates several fields, or a field and the machine, stands here. The
-trap: a relation between values that are out of range makes no sense (a remainder of zero), so it is
-looked at only where `_sound` finds its fields in order.
+The trap: a relation between values that are out of range makes no sense (a remainder of zero), so
+it is looked at only where `_sound` finds its fields in order.
 """
 
 import os
@@ -24,9 +23,9 @@ from pith_engine.violations import raise_violations
 from pith_models.build import ModelConfig, model_config_from_hf
 from pith_models.hf import read_hf_config
 
-from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, config_record, model_record
-from pith_apps.corpus import Corpus, tokenizer_hash
-from pith_apps.data import num_samples, too_few_samples
+from pith_apps.config import RunConfig, config_record, model_record
+from pith_apps.corpus import STANDARD_LIBRARY_VOCABULARY, Corpus, tokenizer_hash
+from pith_apps.data import too_few_samples
 from pith_apps.plan import Machine, chosen_attention
 
 FIXED_FIELDS = ("model.", "train.seed:", "train.batch:", "train.sequence_length:", "optim.method:")
@@ -69,11 +68,10 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
     """What keeps any step from running here, whatever the mesh and the data."""
     own = own_violations(config)
     found = own + _model_violations(config, own)
+    model_type = config.model.to_hf()["model_type"]
     settings = {
         "balance.method bias": config.balance.method == "bias",
-        "a model_type other than deepseek_v3": (
-            config.model.to_hf()["model_type"] != "deepseek_v3"
-        ),
+        "a model_type other than deepseek_v3": model_type != "deepseek_v3",
     }
     found += [
         f"{option} with {other}: {reason}"
@@ -82,8 +80,13 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
     ]
     if not config.model.num_experts:
         found += _dense_violations(config)
-    if _sound(own, "nproc", "mesh"):
-        found += _device_violations(config, machine)
+    here, gpus = machine.processes_here, machine.num_gpus
+    if _sound(own, "nproc", "mesh") and config.train.device == "cuda" and here > gpus:
+        smaller = f"use a mesh of {gpus} ranks or " if gpus else ""
+        found.append(
+            f"train.device is 'cuda' with {here} processes here: this machine shows {gpus} GPU(s), "
+            f"one process each; {smaller}set --train.device cpu --train.dtype fp32"
+        )
     if _sound(own, "model"):
         try:
             chosen_attention(config)
@@ -93,7 +96,7 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def check_values(config: RunConfig) -> None:
-    """Refuse fields that are wrong alone, for commands that run no step."""
+    """As `check_run`, for commands that run no step."""
     found = own_violations(config)
     raise_violations(found, f"{len(found)} reason(s) why {config.name!r} describes no run")
 
@@ -123,37 +126,34 @@ def check_resume(config: RunConfig) -> None:
         return
     from pith_engine.checkpoint import read_manifest
 
-    found, manifest = fixed_changes(config, newest, FIXED_FIELDS), read_manifest(newest)
+    manifest = read_manifest(newest)
+    found = fixed_changes(config, manifest.run, FIXED_FIELDS)
     if manifest.step > config.train.steps:
         found.append(
             f"train.steps is {config.train.steps}: nothing is left to train, the run has "
             f"{manifest.step} steps; set more"
         )
-    folders, saved = config.folders, manifest.run.get("corpus")
-    if saved is not None and folders.training.exists():
-        corpus = Corpus.open(folders.training, config.model.vocab_size)
-        if corpus.meta.sha256 != saved:
-            found.append(f"the corpus in {folders.training} is another one than was trained on")
+    folder, saved = config.folders.training, manifest.run.get("corpus")
+    if saved is not None and folder.exists():
+        meta = Corpus.open(folder, config.model.vocab_size).meta
+        if meta.sha256 != saved:
+            found.append(f"the corpus in {folder} is another one than was trained on")
     raise_violations(
-        found,
-        f"run {config.name!r} cannot resume {newest}; go back to the values of the checkpoint, or "
-        "start another run with --name",
+        found, f"run {config.name!r} cannot resume {newest}; go back to its values or set --name"
     )
 
 
-def fixed_changes(config: RunConfig, checkpoint: Path, fixed: tuple[str, ...]) -> list[str]:
-    """The `changed_fields` since a checkpoint that begin with one of `fixed`."""
-    from pith_engine.checkpoint import read_manifest
-
-    changes = changed_fields(read_manifest(checkpoint).run.get("config", {}), config_record(config))
+def fixed_changes(config: RunConfig, run: dict[str, Any], fixed: tuple[str, ...]) -> list[str]:
+    """The `changed_fields` since a manifest's `run` that begin with one of `fixed`."""
+    changes = changed_fields(run.get("config", {}), config_record(config))
     return [change for change in changes if change.startswith(fixed)]
 
 
 def newest_checkpoint(config: RunConfig) -> Path | None:
-    """The newest complete checkpoint of the run, if any; quiet about incomplete ones."""
+    """The newest complete checkpoint of the run, if any, quiet about others."""
     if not config.checkpoint_folder.is_dir():
         return None
-    # Takes as long to import as torch itself, and the launcher of a new run does not need it.
+    # Takes as long to import as torch itself, and a new run's launcher does not need it.
     from pith_engine.checkpoint import find_checkpoint
 
     with warnings.catch_warnings():
@@ -167,15 +167,17 @@ def required_checkpoint(config: RunConfig) -> Path:
     if newest is None:
         raise ValueError(
             f"{config.checkpoint_folder} holds no complete checkpoint: run `pith pretrain` first, "
-            "or set --name and --runs-folder to those of a run that has one"
+            "or set --name and --runs-folder"
         )
-    if changes := fixed_changes(config, newest, ("model.",)):
+    from pith_engine.checkpoint import read_manifest
+
+    if changes := fixed_changes(config, read_manifest(newest).run, ("model.",)):
         raise ValueError(f"{newest} holds another model: {'; '.join(changes)}")
     return newest
 
 
 def hf_model_changes(source: Path, model: ModelConfig) -> list[str]:
-    """Where the model of a Hugging Face folder differs, a line each; a ValueError without one."""
+    """Where the model of a Hugging Face folder differs, a line each."""
     theirs, ours = model_record(model_config_from_hf(read_hf_config(source))), model_record(model)
     is_family = theirs["model_type"] == ours["model_type"]
     return [
@@ -190,13 +192,13 @@ def _start_violations(config: RunConfig) -> list[str]:
     source = config.start.source
     if source is None:
         return []
-    from pith_engine.checkpoint import checkpoint_fault
+    from pith_engine.checkpoint import checkpoint_fault, read_manifest
 
     try:
         if (source / "config.json").is_file():
             found = hf_model_changes(source, config.model)
         elif (fault := checkpoint_fault(source)) is None:
-            found = fixed_changes(config, source, ("model.",))
+            found = fixed_changes(config, read_manifest(source).run, ("model.",))
         else:
             found = [f"a folder with a config.json, or a complete checkpoint, is needed: {fault}"]
     except ValueError as error:
@@ -217,7 +219,7 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
 
 
 def _dense_violations(config: RunConfig) -> list[str]:
-    """Settings of experts that were asked for; `balance.method none` is true of a dense model."""
+    """Settings of experts; `balance.method none` is true of a dense model."""
     default = asdict(BalanceConfig())
     found = [
         f"balance.{name} is {value!r}"
@@ -229,20 +231,8 @@ def _dense_violations(config: RunConfig) -> list[str]:
     return [f"{setting}: the model has no experts; leave it out" for setting in found]
 
 
-def _device_violations(config: RunConfig, machine: Machine) -> list[str]:
-    if config.train.device == "cpu" or machine.processes_here <= machine.num_gpus:
-        return []
-    fix = "set --train.device cpu --train.dtype fp32"
-    if machine.num_gpus:
-        fix = f"use a mesh of {machine.num_gpus} ranks or {fix}"
-    return [
-        f"train.device is 'cuda' with {machine.processes_here} processes here: this machine shows "
-        f"{machine.num_gpus} GPU(s), one process each; {fix}"
-    ]
-
-
 def _range_violations(config: RunConfig) -> list[str]:
-    train = config.train
+    train, name = config.train, config.name
     at_least = [
         ("nproc", config.nproc, 1),
         ("train.steps", train.steps, 1),
@@ -255,31 +245,30 @@ def _range_violations(config: RunConfig) -> list[str]:
         ("checkpoint.interval", config.checkpoint.interval, 0),
         ("checkpoint.keep", config.checkpoint.keep, 1),
     ]
-    found = [
-        f"{path} is {value}: allowed are whole numbers from {least}; "
-        f"set --{path.replace('_', '-')} {least} or more"
-        for path, value, least in at_least
-        if value is not None and value < least
+    is_folder = Path(name).name == name not in ("", "..") and len(os.fsencode(name)) <= 255
+    is_time = 0 < config.timeout <= 1e9
+    ranges = [
+        *(
+            (path, value, value >= least, f"whole numbers from {least}", f"{least} or more")
+            for path, value, least in at_least
+            if value is not None
+        ),
+        ("train.seed", train.seed, train.seed < 2**63, "numbers below 2**63", "0"),
+        ("timeout", config.timeout, is_time, "seconds above 0 and up to 1e9", "600"),
+        ("name", name, is_folder, "names of one folder, up to 255 bytes", "my-run"),
+        (
+            "train.max_grad_norm",
+            train.max_grad_norm,
+            train.max_grad_norm > 0,
+            "numbers above 0",
+            "1",
+        ),
     ]
-    if train.seed >= 2**63:
-        found.append(f"train.seed is {train.seed}: allowed are numbers below 2**63")
-    if not 0 < config.timeout <= 1e9:
-        found.append(
-            f"timeout is {config.timeout}: allowed are seconds above 0 and up to 1e9; "
-            "set --timeout 600"
-        )
-    name = config.name
-    if name in ("", ".", "..") or Path(name).name != name or len(os.fsencode(name)) > 255:
-        found.append(
-            f"name is {name!r}: allowed is the name of one folder, up to 255 bytes; "
-            "set --name my-run"
-        )
-    if not train.max_grad_norm > 0:
-        found.append(
-            f"train.max_grad_norm is {train.max_grad_norm}: allowed are numbers above 0; "
-            "set --train.max-grad-norm 1"
-        )
-    return found
+    return [
+        f"{path} is {value!r}: allowed are {allowed}; set --{path.replace('_', '-')} {fix}"
+        for path, value, is_sound, allowed, fix in ranges
+        if not is_sound
+    ]
 
 
 def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
@@ -287,8 +276,7 @@ def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
     found = []
     if config.log.tensorboard and find_spec("tensorboard") is None:
         found.append(
-            "log.tensorboard is True, but TensorBoard is not installed: "
-            "pip install 'pith-apps[tensorboard]'"
+            "log.tensorboard is True: install it with pip install 'pith-apps[tensorboard]'"
         )
     folder = config.run_folder if _sound(own, "name") else config.runs_folder
     existing = folder.absolute()
@@ -296,8 +284,8 @@ def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         found.append(
-            f"runs_folder is {str(config.runs_folder)!r}: {existing} is not a folder that this user"
-            f" can write to; set --runs-folder to one that is"
+            f"runs_folder is {str(config.runs_folder)!r}: {existing} is no folder to write to; "
+            "set --runs-folder to one"
         )
     checkpoints = config.checkpoint_folder
     if _sound(own, "name") and os.path.lexists(checkpoints) and not checkpoints.is_dir():
@@ -317,12 +305,10 @@ def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> lis
         num_micro_batches=config.num_micro_batches,
         sequence_length=config.train.sequence_length,
     )
-    sharding = config.sharding
-    kinds = [("dense", sharding.replicate_dense), ("experts", sharding.replicate_experts)]
     return found + [
-        f"sharding.replicate_{kind} is True, but mesh.dp 1 has no replicas: allowed from 2; "
-        f"set --sharding.no-replicate-{kind}"
-        for kind, is_asked in kinds
+        f"sharding.{name} is True, but mesh.dp 1 has no replicas: allowed from 2; "
+        f"set --sharding.no-{name.replace('_', '-')}"
+        for name, is_asked in asdict(config.sharding).items()
         if is_asked and config.mesh.dp == 1
     ]
 
@@ -361,45 +347,39 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
     corpora = [("data.training", folders.training), ("data.held_out", folders.held_out)]
     if data.standard_library:
         corpora = [(path, folder) for path, folder in corpora if folder.exists()]
-        # Once they exist, they say it themselves.
-        if not corpora and vocab_size < STANDARD_LIBRARY_VOCABULARY:
-            found.append(
-                f"model.vocab_size is {vocab_size}: the standard library's tokenizer has "
-                f"{STANDARD_LIBRARY_VOCABULARY} ids; set --model.vocab-size "
-                f"{STANDARD_LIBRARY_VOCABULARY} or more"
-            )
+        size = STANDARD_LIBRARY_VOCABULARY
+        if not corpora and vocab_size < size:  # once they exist, they say it themselves
+            found.append(_small_vocabulary(config, "the standard library", size))
     tokenizer = None
     try:
         tokenizer = tokenizer_hash(folders.tokenizer) if corpora else None
     except ValueError as error:
         found.append(f"data.tokenizer is {str(folders.tokenizer)!r}: {error}")
-    for path, folder in corpora:
-        found += _corpus_violations(config, path, folder, vocab_size, tokenizer)
-    return found
-
-
-def _corpus_violations(
-    config: RunConfig, path: str, folder: Path, vocab_size: int, tokenizer: str | None
-) -> list[str]:
-    here, found = f"{path} is {str(folder)!r}", []
-    try:
-        meta = Corpus.open(folder, vocab_size).meta
-    except (ValueError, OSError) as error:
-        return [f"{here}: {error}"]
-    if tokenizer and meta.tokenizer_sha256 != tokenizer:
-        found.append(
-            f"{here}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
-            f"{str(config.folders.tokenizer)!r} is another tokenizer; give the one it was made with"
-        )
-    if meta.vocab_size > vocab_size:
-        found.append(
-            f"model.vocab_size is {vocab_size}: the tokenizer of {path} has "
-            f"{meta.vocab_size} ids; set --model.vocab-size {meta.vocab_size} or more"
-        )
     batch, length = config.train.batch, config.train.sequence_length
-    if path == "data.held_out":
-        if meta.num_tokens < 2:
-            found.append(f"{here}: one token has no target; give more text")
-    elif length > 0 and num_samples(meta.num_tokens, length) < batch:
-        found.append(f"{here}: {too_few_samples(meta.num_tokens, length, batch)}")
+    for path, folder in corpora:
+        here = f"{path} is {str(folder)!r}"
+        try:
+            meta = Corpus.open(folder, vocab_size).meta
+        except (ValueError, OSError) as error:
+            found.append(f"{here}: {error}")
+            continue
+        if tokenizer and meta.tokenizer_sha256 != tokenizer:
+            found.append(
+                f"{here}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
+                f"{str(folders.tokenizer)!r} is another tokenizer; give the one it was made with"
+            )
+        if meta.vocab_size > vocab_size:
+            found.append(_small_vocabulary(config, path, meta.vocab_size))
+        if path == "data.held_out":
+            if meta.num_tokens < 2:
+                found.append(f"{here}: one token has no target; give more text")
+        elif length > 0 and (fault := too_few_samples(meta.num_tokens, length, batch)):
+            found.append(f"{here}: {fault}")
     return found
+
+
+def _small_vocabulary(config: RunConfig, corpus: str, size: int) -> str:
+    return (
+        f"model.vocab_size is {config.model.vocab_size}: the tokenizer of {corpus} has {size} ids; "
+        f"set --model.vocab-size {size} or more"
+    )

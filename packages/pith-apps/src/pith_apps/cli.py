@@ -1,10 +1,10 @@
 """`pith VERB ...`: the one command.
 
-A verb is one arm of `_run_verb`, and what it needs is imported inside that arm: `pith --help`
-imports nothing heavy, tokenising and converting import no CUDA package. Every field of a recipe's
-`RunConfig` is an option of the same name.
+A verb is one arm of `_run_verb`, which imports what it needs: `pith --help` and `pith tokenize`
+import no torch. Every field of a recipe's `RunConfig` is an option of the same name.
 
-Exit codes: 0 done, 1 a rank failed or a comparison was off, 2 refused before anything was written.
+Exit codes: 0 done, 1 a rank failed or a comparison was off, 2 refused before anything was written,
+130 interrupted before any rank started, 128 + the number of the signal that stopped the ranks.
 """
 
 import ctypes
@@ -15,10 +15,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from pith_engine.violations import did_you_mean
 
 if TYPE_CHECKING:
     from pith_apps.arguments import RunArguments
@@ -37,8 +38,8 @@ usage: pith VERB ...
                              a Hugging Face folder to a checkpoint that the run starts from
   pith parity RECIPE         loss and gradients of many meshes against one process
 
-RECIPE is demo, a model (qwen3-8b, qwen3-30b-a3b, qwen3-235b-a22b), its tiny form (qwen3-8b-tiny)
-or the path of a Python file with one function that returns a RunConfig. `pith VERB RECIPE --help`
+RECIPE is demo, a model such as qwen3-8b (a wrong name lists all), its tiny form (qwen3-8b-tiny) or
+the path of a Python file with one function that returns a RunConfig. `pith VERB RECIPE --help`
 lists the options: `--train.steps 4` sets the field `steps` of the recipe's `train`.
 """
 VERBS = ("tokenize", "pretrain", "evaluate", "convert", "parity")
@@ -65,20 +66,21 @@ class TokenizeArguments:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what follows `pith`, by default this process's arguments; return the exit code."""
+    """Run what follows `pith` (default: this process's arguments); return the exit code."""
     _follow_launcher()
     match list(sys.argv[1:] if arguments is None else arguments):
         case []:
             print(USAGE, end="", file=sys.stderr)
             return 2
-        case ["-h" | "--help"]:
+        case (
+            ["-h" | "--help"]
+            | ["pretrain" | "evaluate" | "convert" | "parity", "-h" | "--help"]
+            | ["convert", "export" | "import", "-h" | "--help"]
+        ):
             print(USAGE, end="")
             return 0
         case ["--version"]:
             print(version("pith-apps"))
-            return 0
-        case [*words, "-h" | "--help"] if lines := _usage_lines(" ".join(words)):
-            print(f"usage:\n{lines}\n\n`--help` after RECIPE, such as demo, lists the options")
             return 0
         case [verb, *rest]:
             try:
@@ -91,14 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _usage_lines(words: str) -> str:
-    """What `USAGE` says of a verb that takes a recipe."""
-    pattern = rf"^  pith {re.escape(words)}\b.* RECIPE\b.*(?:\n {{6,}}.*)?$"
-    return "\n".join(re.findall(pattern, USAGE, re.MULTILINE))
-
-
 def _follow_launcher() -> None:
-    """Let the kernel end this worker when its launcher ends, however it ends (Linux)."""
+    """Let the kernel end this worker with its launcher (Linux)."""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is None:
         return
@@ -125,8 +121,7 @@ def _run_verb(verb: str, rest: list[str]) -> int:
             return _import(options)
         case "convert", _:
             raise ValueError("say `pith convert export RECIPE` or `pith convert import RECIPE`")
-    near = get_close_matches(verb, VERBS, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(verb, VERBS)
     raise ValueError(f"there is no such verb: {hint}allowed are {', '.join(VERBS)}")
 
 
@@ -159,8 +154,7 @@ def _export(rest: list[str]) -> int:
     from pith_apps.convert import export_checkpoint
 
     arguments = _parse_recipe("convert export", rest, ExportArguments)
-    config = arguments.config
-    check_values(config)
+    check_values(config := arguments.config)
     export_checkpoint(
         required_checkpoint(config),
         arguments.output or config.export_folder,
@@ -173,17 +167,16 @@ def _export(rest: list[str]) -> int:
 
 
 def _import(rest: list[str]) -> int:
+    from pith_models.hf import held_folder
+
     from pith_apps.arguments import ImportArguments
     from pith_apps.checks import check_values
     from pith_apps.convert import import_checkpoint
-    from pith_apps.run_log import held_run_folder
 
     arguments = _parse_recipe("convert import", rest, ImportArguments)
-    config = arguments.config
-    check_values(config)
-    # A refusal shall not make a folder that is not there.
-    run = config.run_folder
-    with held_run_folder(run) if run.exists() else nullcontext():
+    check_values(config := arguments.config)
+    run = config.run_folder  # which a refusal shall not make
+    with held_folder(run) if run.exists() else nullcontext():
         import_checkpoint(arguments.source, config.checkpoint_folder, config.model)
     return 0
 
@@ -191,11 +184,11 @@ def _import(rest: list[str]) -> int:
 def _run_in_ranks(verb: str, rest: list[str]) -> int:
     """Check the run, then be one rank of it or start the ranks."""
     from pith_engine.runtime import read_launch
+    from pith_models.hf import held_folder
 
     from pith_apps.arguments import RunArguments
     from pith_apps.checks import check_resume, check_run, required_checkpoint
     from pith_apps.launch import find_machine, is_rank
-    from pith_apps.run_log import held_run_folder
 
     config = _parse_recipe(verb, rest, RunArguments).config
     machine = find_machine(config.nproc or config.mesh.world_size, os.environ)
@@ -205,12 +198,9 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
     else:
         required_checkpoint(config)
     # A launcher holds the run folder for its ranks, which end with it.
-    is_writer = (
-        verb == "pretrain"
-        and LAUNCHER_VARIABLE not in os.environ
-        and read_launch(os.environ).rank == 0
-    )
-    with held_run_folder(config.run_folder) if is_writer else nullcontext():
+    is_first = LAUNCHER_VARIABLE not in os.environ and read_launch(os.environ).rank == 0
+    is_writer = verb == "pretrain" and is_first
+    with held_folder(config.run_folder) if is_writer else nullcontext():
         if is_writer and config.data.standard_library and not config.folders.held_out.exists():
             print("tokenising the standard library (once, about 20 s)", flush=True)
         if not is_rank(os.environ) and machine.world_size > 1:
@@ -225,41 +215,13 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
 
 
 def _parity(rest: list[str]) -> int:
-    """As `_run_in_ranks`, with as many ranks as the largest mesh has."""
-    from pith_apps.arguments import ParityArguments
+    """As `_run_in_ranks`, with the ranks of the largest mesh."""
     from pith_apps.launch import find_machine, is_rank
-    from pith_apps.parity import (
-        FULL_GRID,
-        PARITY_MESHES,
-        check_parity,
-        parity_worker,
-        parse_parity_mesh,
-        vary,
-        without_experts,
-    )
+    from pith_apps.parity import ParityArguments, check_parity, parity_plan, parity_worker
     from pith_apps.trainer import joined_group
 
     arguments = _parse_recipe("parity", rest, ParityArguments)
-    variations = tuple(dict.fromkeys(name for name in arguments.variations.split(",") if name))
-    replaced = ["--mesh.", "--layers-per-chunk", "--train.dtype"]
-    replaced += ["--balance.coefficient", "--balance.z"] if "aux" in variations else []
-    replaced += ["--train.recompute"] if "recompute" in variations else []
-    replaced += ["--optim.method"] if "muon" in variations else []
-    replaced += ["--model.tie", "--model.no-tie"] if "tied" in variations else []
-    given = [name for name in _option_names(rest) if name.startswith(tuple(replaced))]
-    if given:
-        raise ValueError(f"{', '.join(given)}: set by --meshes, --dtype or --with")
-    unread = ("--lr.", "--evaluation.", "--checkpoint.", "--log.", "--train.steps", "--train.max")
-    given = [name for name in _option_names(rest) if name.startswith(unread)]
-    if given:
-        raise ValueError(f"{', '.join(given)}: parity runs one step and reads none of these")
-    if arguments.meshes and arguments.grid == "full":
-        raise ValueError("--meshes beside --grid full: give one of them")
-    labels = FULL_GRID if arguments.grid == "full" else PARITY_MESHES
-    if not arguments.config.model.num_experts:
-        labels = without_experts(labels)
-    meshes = tuple(parse_parity_mesh(label) for label in arguments.meshes or labels)
-    config = vary(arguments.config, variations)
+    config, meshes, variations = parity_plan(arguments, _option_names(rest))
     least = max(mesh.config.world_size for mesh in meshes)
     machine = find_machine(config.nproc or least, os.environ)
     check_parity(config, meshes, arguments.dtype, machine, variations)
@@ -289,8 +251,8 @@ def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Argum
 
     if not rest or rest[0].startswith("-"):
         raise ValueError(
-            f"a recipe comes first, as in `pith {command} demo`: a built-in name or the path of a "
-            f"Python file; `pith {command} demo --help` lists the options"
+            f"a recipe comes first, a built-in name or the path of a Python file, as in `pith "
+            f"{command} demo`"
         )
     recipe, *options = rest
     config = load_recipe(recipe)

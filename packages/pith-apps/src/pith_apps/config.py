@@ -1,15 +1,13 @@
 """One run as one frozen dataclass tree.
 
-A recipe is a Python function that returns a `RunConfig` of plain values; the command line overrides
-its fields (`--train.steps 4`). The docstring under a field is its `--help` text, so an option is
-added by adding one field here and nowhere else.
+A recipe returns a `RunConfig`; the command line overrides its fields (`--train.steps 4`). The
+docstring under a field is its `--help` text, so an option is one field here and nowhere else.
 
 How a step is cut into micro-batches, with B = `train.batch`, b = `train.micro_batch`, R = dp * ep:
 
     B sequences = R batch ranks * N micro-batches a rank * b sequences,     N >= 2 * pp
 
-The trap: no dataclass checks itself when it is made, since its error would come alone; `checks.py`
-reports all.
+The trap: a dataclass that checked itself would report one error alone; `checks.py` reports all.
 """
 
 import dataclasses
@@ -28,17 +26,14 @@ from pith_engine.optim import OptimizerConfig
 from pith_engine.overlap import Recompute
 from pith_models.build import ModelConfig
 
-STANDARD_LIBRARY_VOCABULARY = 4096
-"""Entries of the tokenizer that `data.standard_library` trains."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which tokens a run reads."""
 
     standard_library: bool = False
-    """Use the source code of this Python's standard library, tokenised at first use into
-    RUNS_FOLDER/standard-library; the three folders below are then left out."""
+    """Use this Python's standard library, tokenised at first use into RUNS_FOLDER/standard-library,
+    instead of the three folders below."""
     training: Path | None = None
     """Corpus folder to train on, written by `pith tokenize`."""
     held_out: Path | None = None
@@ -52,8 +47,8 @@ class StartConfig:
     """What a run without a checkpoint of its own starts from."""
 
     source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Hugging Face folder, or checkpoint of any run, whose weights step 1 starts from, with a new
-    optimizer and schedule (default: initial weights)."""
+    """Hugging Face folder or checkpoint whose weights step 1 starts from, with a new optimizer and
+    schedule (default: initial weights)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +72,8 @@ class TrainConfig:
     attention: Literal["auto", "reference", "flash", "cudnn"] = "auto"
     """Attention backend; `auto` is the fastest for this device and dtype, and is printed."""
     recompute: Recompute = "none"
-    """Stages that keep only their inputs and run again before their backward: less memory for more
-    computing, the same gradients."""
+    """Stages that run again before their backward, with the same gradients: less memory, more
+    computing."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; `inf` never scales."""
 
@@ -90,7 +85,7 @@ class EvaluationConfig:
     interval: int = 100
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     sequences: int = 64
-    """Held-out sequences of an evaluation, spread evenly over the corpus, always the same."""
+    """Held-out sequences of an evaluation, always the same, spread over the corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +115,9 @@ class RunConfig:
     runs_folder: Path = Path("runs")
     """Where run folders stand."""
     nproc: int | None = None
-    """Processes to start on this machine (default: the mesh's world size). Under torchrun or srun
-    the command joins the processes it finds instead."""
+    """Processes to start here (default: the mesh's world size), unless torchrun or srun did."""
     timeout: float = 600.0
-    """Seconds after which a collective that a rank waits for fails, on every group."""
+    """Seconds after which a collective that a rank waits for fails."""
     model: ModelConfig
     """The architecture, with the field names of its Hugging Face configuration."""
     mesh: MeshConfig
@@ -176,16 +170,13 @@ class RunConfig:
         """Corpora and tokenizer; a ValueError if one is not given."""
         data, root = self.data, self.runs_folder / "standard-library"
         if data.standard_library:
-            return _DataFolders(
-                training=root / "training", held_out=root / "held_out", tokenizer=root / "tokenizer"
-            )
-        training, held_out, tokenizer = data.training, data.held_out, data.tokenizer
-        if training is None or held_out is None or tokenizer is None:
+            return _DataFolders(root / "training", root / "held_out", root / "tokenizer")
+        if not (data.training and data.held_out and data.tokenizer):
             raise ValueError(
                 "data.training, data.held_out and data.tokenizer: give all three folders, or "
                 "--data.standard-library for a corpus that needs none"
             )
-        return _DataFolders(training=training, held_out=held_out, tokenizer=tokenizer)
+        return _DataFolders(data.training, data.held_out, data.tokenizer)
 
     @property
     def num_micro_batches(self) -> int:
@@ -193,7 +184,7 @@ class RunConfig:
         return self.train.batch // self.train.micro_batch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _DataFolders:
     training: Path
     held_out: Path
@@ -202,13 +193,7 @@ class _DataFolders:
 
 def torch_dtype(name: Literal["bf16", "fp32", "fp64"]) -> torch.dtype:
     """The torch dtype that `train.dtype` names."""
-    match name:
-        case "bf16":
-            return torch.bfloat16
-        case "fp32":
-            return torch.float32
-        case "fp64":
-            return torch.float64
+    return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[name]
 
 
 def config_record(config: RunConfig) -> dict[str, Any]:

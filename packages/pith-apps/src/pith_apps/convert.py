@@ -22,24 +22,14 @@ from pith_engine.checkpoint import (
 )
 from pith_engine.mesh import Mesh
 from pith_engine.violations import raise_violations
-from pith_models.build import (
-    ModelConfig,
-    canonical_tensors,
-    parameter_counts,
-    skipped_keys,
-)
+from pith_models.build import ModelConfig, canonical_tensors, parameter_counts, skipped_keys
 from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
 
 from pith_apps.checks import hf_model_changes
 from pith_apps.config import model_record
-from pith_apps.corpus import (
-    named_eos_token,
-    open_tokenizer,
-    raise_if_too_large,
-    tokenizer_hash,
-)
+from pith_apps.corpus import named_eos_token, open_tokenizer, raise_if_too_large, tokenizer_hash
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -66,22 +56,19 @@ def export_checkpoint(
     config: ModelConfig,
     *,
     dtype: torch.dtype,
-    companions: Path | None = None,
+    companions: Path,
     replace: bool = False,
 ) -> None:
     """Write the weights of a checkpoint, saved on any mesh, as the Hugging Face folder `out`.
 
-    `companions` is a tokenizer folder or the Hugging Face folder that the model came from, whose
-    companion files and fields are taken over. A ValueError refuses an incomplete or damaged
-    checkpoint, other tensors than those of `config`, another tokenizer, or an `out` that exists
-    without `replace`.
+    Companion files and fields are those of `companions`, a tokenizer folder or the Hugging Face
+    folder that the model came from. A ValueError refuses a checkpoint that is damaged or of another
+    model or tokenizer, or an `out` that exists without `replace`.
     """
-    manifest = verify_checkpoint(checkpoint, Mesh.single())
-    if companions is not None:
-        digest = tokenizer_hash(companions)
-        if manifest.run.get("tokenizer", digest) != digest:
-            raise ValueError(f"tokenizer {companions} is not the one of the run: name that")
-        raise_if_too_large(companions, config.vocab_size)
+    manifest, digest = verify_checkpoint(checkpoint, Mesh.single()), tokenizer_hash(companions)
+    if manifest.run.get("tokenizer", digest) != digest:
+        raise ValueError(f"tokenizer {companions} is not the one of the run: name that")
+    raise_if_too_large(companions, config.vocab_size)
     layout = canonical_tensors(config)
     total = parameter_counts(config).total
     with _progress("export", total) as bar:
@@ -101,8 +88,7 @@ def export_checkpoint(
 def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> Path:
     """Write a Hugging Face folder as a run's checkpoint of step 0, and return its path.
 
-    A ValueError if the folder holds another model than `config` or a larger tokenizer, or the run
-    has a checkpoint.
+    A ValueError for another model than `config`, a larger tokenizer, or a run with a checkpoint.
     """
     raise_violations(hf_model_changes(source, config), "the recipe describes another model")
     if existing := find_checkpoint(checkpoints):
@@ -137,9 +123,7 @@ def _read_and_count(tensors: Mapping[str, Tensor], name: str, bar: tqdm) -> Tens
     return tensor
 
 
-def _companion_fields(folder: Path | None) -> dict[str, object]:
-    if folder is None:
-        return {}
+def _companion_fields(folder: Path) -> dict[str, object]:
     if (folder / "config.json").is_file():
         fields = read_hf_config(folder)
         return {name: fields[name] for name in _COMPANION_FIELDS if name in fields}

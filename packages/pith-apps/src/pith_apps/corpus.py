@@ -1,13 +1,13 @@
 """Corpus folders: text files in, one memory-mapped array of token ids out.
 
-A corpus folder has the same bytes whatever machine or number of workers wrote it:
+The same bytes whatever machine or number of workers wrote them:
 
     tokens.npy     `[N]` uint16, or uint32 when the vocabulary has more than 65,536 ids
     documents.npy  `[D + 1]` int64, document d is `tokens[documents[d] : documents[d + 1]]`
     meta.json      `CorpusMeta`
 
-Every document ends with the EOS id; text that spells a special token is encoded as plain text, so
-none can forge its end. A folder that is there is whole: it was renamed at last.
+Every document ends with the EOS id; text that spells it is encoded as plain text, so none can forge
+its end. A folder gets its name when whole.
 
 The trap: numpy wraps ids that do not fit, so the dtype follows the tokenizer's largest id, never
 the ids seen.
@@ -26,14 +26,17 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy
+from pith_engine.violations import type_violations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 END_OF_TEXT = "<|endoftext|>"
 TEXT_SUFFIXES = (".py", ".txt", ".jsonl")
+STANDARD_LIBRARY_VOCABULARY = 4096
+"""Entries of the tokenizer that `data.standard_library` trains."""
 
 LEFT_OUT = {
     *("site-packages", "dist-packages", "__pycache__", "test", "tests", "encodings", "pydoc_data"),
@@ -59,24 +62,15 @@ class CorpusMeta:
     num_tokens: int
     """EOS ids included."""
     num_documents: int
-    """Without the empty ones."""
+    """Without the empty."""
     num_empty_documents: int
     """Left out."""
     max_id: int
     """Largest in `tokens.npy`."""
-    dtype: str
+    dtype: Literal["uint16", "uint32"]
     """Of `tokens.npy`."""
     sha256: str
     """Of the raw token ids, then the raw document offsets."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            kind = CorpusMeta.__annotations__[name]
-            if type(value) is not kind or (kind is int and value < 0):
-                allowed = "a whole number from 0" if kind is int else "a text"
-                raise ValueError(f"{name} is {value!r}, expected {allowed}")
-        if self.dtype not in ("uint16", "uint32"):
-            raise ValueError(f"dtype is {self.dtype!r}, expected uint16 or uint32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +86,15 @@ class Corpus:
 
     @staticmethod
     def open(folder: Path, vocab_size: int) -> "Corpus":
-        """Map a folder, without reading a token, for a model with `vocab_size` ids.
-
-        A ValueError says which file is missing, truncated or wrong, or which id is too large.
-        """
+        """Map a folder, reading no token, for `vocab_size` ids; a ValueError says what is wrong."""
         try:
-            meta = CorpusMeta(**json.loads((folder / "meta.json").read_text()))
+            fields = json.loads((folder / "meta.json").read_text())
+            meta = CorpusMeta(**fields)
+            faults = type_violations(fields, CorpusMeta, "") or [
+                f"{k} is {v}, below 0" for k, v in fields.items() if type(v) is int and v < 0
+            ]
+            if faults:
+                raise ValueError("; ".join(faults))
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(
                 f"corpus {folder}: no meta.json; give a folder that `pith tokenize` wrote"
@@ -107,7 +104,7 @@ class Corpus:
         if meta.max_id >= vocab_size:
             raise ValueError(
                 f"corpus {folder} holds token id {meta.max_id}, outside the model's vocab_size "
-                f"{vocab_size}: use the tokenizer of this model, or vocab_size >= {meta.max_id + 1}"
+                f"{vocab_size}: use the model's tokenizer, or vocab_size >= {meta.max_id + 1}"
             )
         tokens = _open_array(folder / "tokens.npy", meta.dtype, meta.num_tokens)
         documents = _open_array(folder / "documents.npy", "int64", meta.num_documents + 1)
@@ -128,25 +125,24 @@ def tokenize_files(
     text_field: str = "text",
     num_workers: int = 1,
 ) -> CorpusMeta:
-    """Tokenise files into the new corpus folder `output`; `TokenizeArguments` explains the rest.
+    """Tokenise files into the new corpus folder `output`; the rest: `TokenizeArguments`.
 
-    A ValueError names all faults of the arguments at once, or that of a text; no file is left.
+    A ValueError names all faults of the arguments, or that of a text; no file is left.
     """
     files, faults = _list_files(inputs)
-    opened = None
+    vocab_size = eos_id = 0
     try:
-        opened = open_tokenizer(tokenizer_folder, eos_token)
+        tokenizer, eos_id = open_tokenizer(tokenizer_folder, eos_token)
+        vocab_size = _vocab_size(tokenizer)
     except ValueError as error:
         faults.append(str(error))
     if num_workers < 1:
         faults.append(f"num_workers is {num_workers}; it must be at least 1")
     if output.exists():
         faults.append(f"{output} exists: remove it or name another folder")
-    if faults or opened is None:
+    if faults:
         raise ValueError("cannot tokenize:\n  " + "\n  ".join(faults))
-    tokenizer, eos_id = opened
-    vocab_size = _vocab_size(tokenizer)
-    dtype = numpy.dtype(numpy.uint16 if vocab_size <= 1 << 16 else numpy.uint32)
+    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     ends, num_empty, max_id, digest = [0], 0, 0, hashlib.sha256()
     with _new_folder(output) as folder:
         batches = _batches(read_documents(files, text_field))
@@ -162,8 +158,7 @@ def tokenize_files(
                 digest.update(data)
                 file.write(data)
                 ends.append(ends[-1] + len(ids))
-            # Only now the length is known; numpy pads the header for that.
-            file.seek(0)
+            file.seek(0)  # the length is known now; numpy pads the header for that
             assert _write_header(file, dtype, ends[-1]) == start, "the header of a .npy file grew"
         if len(ends) == 1:
             raise ValueError(f"no document with any text in {len(files)} file(s): {files[0]} ...")
@@ -179,7 +174,7 @@ def tokenize_files(
             num_documents=len(ends) - 1,
             num_empty_documents=num_empty,
             max_id=max_id,
-            dtype=dtype.name,
+            dtype=dtype,
             sha256=digest.hexdigest(),
         )
         (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n")
@@ -187,25 +182,28 @@ def tokenize_files(
 
 
 def standard_library_files() -> tuple[list[Path], list[Path]]:
-    """The standard library's source: files to train on, 1 in 16 held out by its path's hash."""
+    """The standard library's source files to train on, and 1 in 16 held out by its path's hash."""
     root = Path(sysconfig.get_paths()["stdlib"])
     training, held_out = [], []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in LEFT_OUT and not f.startswith("config-")]
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
             digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
-            (held_out if digest[0] % 16 == 0 else training).append(path)
+            (training if digest[0] % 16 else held_out).append(path)
     if not training or not held_out:
-        raise ValueError(f"no standard library source below {root}; name a corpus of your own")
+        raise ValueError(f"no standard library source below {root}; name another corpus")
     return sorted(training), sorted(held_out)
 
 
 def prepare_standard_library(
-    folder: Path, *, vocab_size: int = 4096, max_bytes: int = 5_000_000
+    folder: Path,
+    *,
+    vocab_size: int = STANDARD_LIBRARY_VOCABULARY,
+    max_bytes: int = 5_000_000,
 ) -> None:
-    """Make `folder/{tokenizer,training,held_out}` of the standard library; keeps what is there.
+    """Make `folder/{tokenizer,training,held_out}` where missing; training gets `max_bytes` at most.
 
-    Several runs may do so at once, with the same bytes. Training gets at most `max_bytes`.
+    Several runs may do so at once, with the same bytes.
     """
     training, held_out = standard_library_files()
     training = _spread(training, max_bytes)
@@ -224,12 +222,9 @@ def prepare_standard_library(
 
 
 def train_tokenizer(
-    files: list[Path], output: Path, *, vocab_size: int = 4096, max_bytes: int = 4_000_000
+    files: list[Path], output: Path, *, vocab_size: int, max_bytes: int = 4_000_000
 ) -> None:
-    """Train a byte-level BPE tokenizer (arXiv 1508.07909) on at most `max_bytes` of the files.
-
-    A ValueError refuses a text too short for `vocab_size`, or an `output` that exists.
-    """
+    """Train a byte-level BPE tokenizer (arXiv 1508.07909) on at most `max_bytes` of the files."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -243,7 +238,7 @@ def train_tokenizer(
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
             f"vocab_size {vocab_size}: the text gives only {tokenizer.get_vocab_size()} entries; "
-            "give more text or a smaller vocab_size"
+            "give more text or set it lower"
         )
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -261,8 +256,7 @@ def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenize
     eos_token = named_eos_token(folder) if eos_token is None else eos_token
     if eos_token is None:
         raise ValueError(
-            f"tokenizer {folder} names no eos_token in tokenizer_config.json, and every document "
-            "needs one at its end: pass eos_token"
+            f"tokenizer_config.json in {folder} names no eos_token to end documents: pass eos_token"
         )
     if (eos_id := tokenizer.token_to_id(eos_token)) is None:
         raise ValueError(f"eos_token {eos_token!r} is not in the vocabulary of {path}")
@@ -293,22 +287,18 @@ def named_eos_token(folder: Path) -> str | None:
     if not path.exists():
         return None
     try:
-        settings = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if isinstance(settings, dict):
-        token = settings.get("eos_token")
-        if isinstance(token, dict):
-            token = token.get("content", token)
-        if token is None or isinstance(token, str):
-            return token
-    raise ValueError(
-        f"{path}: expected an object whose eos_token is a text, or an object with it as content"
-    )
+        token = json.loads(path.read_text()).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: not a JSON object: {error}") from None
+    if isinstance(token, dict):
+        token = token.get("content", token)
+    if token is None or isinstance(token, str):
+        return token
+    raise ValueError(f"{path}: eos_token, or its content, is {token!r}, no text")
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """SHA-256 of a tokenizer folder's `tokenizer.json`; a ValueError if there is none."""
+    """SHA-256 of a folder's `tokenizer.json`; a ValueError if there is none."""
     try:
         return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     except OSError:
@@ -323,7 +313,7 @@ def unigram_entropy(tokens: numpy.ndarray) -> float:
 
 
 def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
-    """Yield the text of every document, line ends as in the file; a ValueError names the line."""
+    """The text of every document, line ends as in the file; a ValueError names the line."""
     for path in tqdm(files, desc="documents", unit="file", disable=None, leave=False):
         try:
             if path.suffix != ".jsonl":
@@ -338,7 +328,7 @@ def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
 
 
 def _spread(files: list[Path], max_bytes: int) -> list[Path]:
-    """Every n-th file, with n such that about `max_bytes` are left."""
+    """Every n-th file, about `max_bytes` together."""
     size = sum(path.stat().st_size for path in files)
     return files[:: max(1, -(-size // max_bytes))]
 
@@ -358,22 +348,18 @@ def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
     """The files to read, and the faults of `inputs`."""
     files, faults = [], []
     for path in inputs:
-        if path.is_dir():
-            below = sorted(p for p in path.rglob("*") if p.is_file())
-            found = [p for p in below if p.suffix in TEXT_SUFFIXES]
-            files += found
-            others = {p.suffix or "no suffix" for p in below}.difference(TEXT_SUFFIXES)
-            if others:
-                count = len(below) - len(found)
-                print(f"{path}: skipped {count} file(s) of {', '.join(sorted(others))}")
-            if not found:
-                faults.append(f"{path}: no {', '.join(TEXT_SUFFIXES)} file below it")
-        elif not path.is_file():
+        below = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        found = [p for p in below if p.suffix in TEXT_SUFFIXES and p.is_file()]
+        others = {p.suffix or "no suffix" for p in below}.difference(TEXT_SUFFIXES)
+        if not path.exists():
             faults.append(f"{path}: no such file")
-        elif path.suffix not in TEXT_SUFFIXES:
-            faults.append(f"{path}: suffix {path.suffix!r} is none of {', '.join(TEXT_SUFFIXES)}")
-        else:
-            files.append(path)
+        elif not found:
+            kind = f"suffix {path.suffix!r}" if path.is_file() else "each file below it"
+            faults.append(f"{path}: {kind} is none of {', '.join(TEXT_SUFFIXES)}")
+        elif others:
+            count = len(below) - len(found)
+            print(f"{path}: skipped {count} file(s) of {', '.join(sorted(others))}")
+        files += found
     faults += [f"{path}: not readable" for path in files if not os.access(path, os.R_OK)]
     if not inputs:
         faults.append("no input file given")
@@ -404,14 +390,14 @@ def _new_folder(output: Path) -> Generator[Path]:
 def _encode(
     batches: Iterator[list[str]], tokenizer_path: Path, num_workers: int
 ) -> Iterator[numpy.ndarray]:
-    """Ids uint32 of every document in order, at most two batches a worker under way."""
+    """Ids uint32 of every document in order; at most two batches a worker are under way."""
     if num_workers == 1:
         for batch in batches:
             yield from _encode_batch(tokenizer_path, batch)
         return
     pending: deque[Future[list[numpy.ndarray]]] = deque()
-    # Spawned: a fork copies locks that threads of this process may hold. Without the variable each
-    # process starts a thread for every core.
+    # Spawned: a fork copies locks that threads hold. Without the variable each process starts a
+    # thread for every core.
     with ProcessPoolExecutor(
         num_workers,
         mp_context=get_context("spawn"),
@@ -434,7 +420,7 @@ def _encode_batch(tokenizer_path: Path, texts: list[str]) -> list[numpy.ndarray]
 
 @lru_cache(maxsize=1)
 def _plain_tokenizer(path: Path, written: int) -> Tokenizer:
-    """Cached: opening a large tokenizer takes as long as encoding a batch."""
+    """Cached: opening a large one takes as long as encoding a batch."""
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -467,7 +453,7 @@ def _open_array(path: Path, dtype: str, length: int) -> numpy.ndarray:
     return array
 
 
-def _write_header(file: BinaryIO, dtype: numpy.dtype, length: int) -> int:
-    header = {"descr": dtype.str, "fortran_order": False, "shape": (length,)}
+def _write_header(file: BinaryIO, dtype: str, length: int) -> int:
+    header = {"descr": numpy.dtype(dtype).str, "fortran_order": False, "shape": (length,)}
     numpy.lib.format.write_array_header_1_0(file, header)
     return file.tell()

@@ -1,15 +1,15 @@
 """Which tokens a micro-batch holds: a pure function of (seed, epoch, sample index).
 
-Sample i with sequence length S is `tokens[i * S : i * S + S + 1]`: inputs are its first S ids,
-targets its last S. A tail of fewer than S + 1 ids is dropped.
+Sample i with sequence length S is `tokens[i * S : i * S + S + 1]`: inputs are the first S ids,
+targets the last S. A shorter tail is dropped.
 
     sample number g of a run      = (step - 1) * B + m * b + j          (steps count from 1)
     its epoch and place           = divmod(g, number of samples)
     the sample read at that place = permutation(place; seed, epoch)
 
-with B samples in a step over all ranks, in M = B / b micro-batches of b. Batch rank d of n runs
-micro-batches `d * M / n .. (d + 1) * M / n - 1`: another mesh sees the same samples in a step. The
-cp ranks of a batch rank read the same samples and keep their blocks of each.
+with B samples in a step, in M = B / b micro-batches of b. Batch rank d of n runs micro-batches
+`d * M / n .. (d + 1) * M / n - 1`: another mesh sees the same samples in a step. The cp ranks of a
+batch rank read the same samples and keep their blocks of each.
 
 The permutation is a Feistel network over the smallest even number of bits that covers the epoch,
 applied again while the result falls outside it (cycle walking; Black and Rogaway, CT-RSA 2002).
@@ -32,7 +32,7 @@ NUM_ROUNDS = 6
 
 
 class TrainingData:
-    """One rank's micro-batches of every step; a background thread reads one step ahead."""
+    """One rank's micro-batches of every step; a thread reads one step ahead."""
 
     def __init__(
         self,
@@ -43,16 +43,13 @@ class TrainingData:
         vocab_size: int,
         device: torch.device,
     ):
-        """`tokens` are `[N]` ids, a corpus's memory map.
-
-        A ValueError if batch ranks get no whole micro-batches, or the corpus has too few samples.
-        """
+        """`tokens` `[N]`; a ValueError if batches do not divide or there are too few samples."""
         self.tokens, self.device, self.cp, self.train = tokens, device, mesh.cp, train
         self.vocab_size = vocab_size
         self.num_samples = num_samples(len(tokens), train.sequence_length)
         self.local_micro_batches = _local_range(mesh, train)
-        if self.num_samples < train.batch:
-            raise ValueError(too_few_samples(len(tokens), train.sequence_length, train.batch))
+        if fault := too_few_samples(len(tokens), train.sequence_length, train.batch):
+            raise ValueError(fault)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="training-data")
         self._ahead: tuple[int, Future[Tensor]] | None = None
 
@@ -62,7 +59,7 @@ class TrainingData:
         rows = ahead[1].result() if ahead and ahead[0] == step else self._read(step)
         self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
         if self.device.type == "cuda":
-            # Not in the reader's thread, which would open a context on GPU 0 in every rank.
+            # In the reader's thread it would open a context on GPU 0 in every rank.
             rows = rows.pin_memory()
         return _batches_of(rows.to(self.device, non_blocking=True), self.cp)
 
@@ -85,18 +82,18 @@ def held_out_batches(
     *,
     vocab_size: int,
     device: torch.device,
-    max_samples: int | None = None,
+    max_samples: int,
 ) -> Iterator[list[Batch]]:
-    """Yield this rank's micro-batches of the held-out data, as many a call as in a training step.
+    """This rank's micro-batches of the held-out data, as many at once as in a training step.
 
-    Samples come in order; with `max_samples`, that many spread evenly. What the last sample and
-    the last call lack are ignored targets. A ValueError as above, or for fewer than two tokens.
+    Samples come in order, `max_samples` spread evenly where there are more; what the last lack are
+    ignored targets. A ValueError as above, or for fewer than two tokens.
     """
     total = -(-(len(tokens) - 1) // train.sequence_length)
     if total < 1:
         raise ValueError(f"held-out data of {len(tokens)} token(s) has no target; give more text")
     micro_batches, size = _local_range(mesh, train), train.micro_batch
-    count = min(total, max_samples or total)
+    count = min(total, max_samples)
     chosen = [place * total // count for place in range(count)]
     for first in range(0, count, train.batch):
         samples = chosen[first : first + train.batch] + [total] * (first + train.batch - count)
@@ -106,11 +103,13 @@ def held_out_batches(
 
 
 def too_few_samples(num_tokens: int, sequence_length: int, batch_size: int) -> str:
-    """What refuses a corpus smaller than one step."""
+    """What refuses a corpus smaller than one step; empty for another."""
+    if (count := num_samples(num_tokens, sequence_length)) >= batch_size:
+        return ""
     return (
-        f"the corpus of {num_tokens} tokens has {num_samples(num_tokens, sequence_length)} "
-        f"samples of sequence length {sequence_length}, fewer than the batch of {batch_size}: "
-        "give more text, or a smaller batch or sequence length"
+        f"the corpus of {num_tokens} tokens has {count} samples of sequence length "
+        f"{sequence_length}, fewer than the batch of {batch_size}: give more text, or a smaller "
+        "batch or sequence length"
     )
 
 

@@ -1,8 +1,6 @@
-"""Held-out loss: the mean over a fixed set of held-out tokens, through the forward-only schedule.
+"""Held-out loss, over sequences that are the same at every step on every mesh.
 
-    loss = (sum of token losses) / (number of targets)       in nats; exp(loss) is the perplexity
-
-The sequences are the same at every step on every mesh.
+loss = (sum of token losses) / (number of targets)       in nats; exp(loss) is the perplexity
 """
 
 from pith_engine.checkpoint import load_checkpoint
@@ -27,7 +25,7 @@ def evaluate(config: RunConfig) -> int:
                 f"held-out loss {loss:.6f} after step {manifest.step} ({num_targets:,} tokens of "
                 f"{config.folders.held_out}), checkpoint {newest}"
             )
-            if changes := fixed_changes(config, newest, ("data.",)):
+            if changes := fixed_changes(config, manifest.run, ("data.",)):
                 print(f"note: not the data options of the run: {'; '.join(changes)}")
     return 0
 

@@ -1,14 +1,11 @@
-"""Where the processes of a run come from.
-
-The environment alone tells three ways apart:
+"""Where the processes of a run come from, by the environment alone.
 
     pith pretrain demo                          `launch` starts ranks, each with this command line
     torchrun -m pith_apps.cli pretrain demo     the command is one rank
     srun pith pretrain demo                     likewise, in a step of several tasks
 
-The trap: the elastic launcher gives every worker its own session, so one that is killed (not
-interrupted) would leave workers behind that go on writing to the run folder; `cli.py` ties a worker
-to its launcher before anything else.
+The trap: the elastic launcher gives every worker its own session, so one that is killed would leave
+workers behind that go on writing; `cli.py` ties a worker to its launcher before anything else.
 """
 
 import os
@@ -27,7 +24,7 @@ def is_rank(environment: Mapping[str, str]) -> bool:
 
 
 def find_machine(num_processes: int, environment: Mapping[str, str]) -> Machine:
-    """The group that this process was started in, or `num_processes` that it would launch here."""
+    """The group this process was started in, or `num_processes` that it would launch here."""
     found = read_launch(environment)
     world_size = processes_here = num_processes
     if is_rank(environment):

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pith_engine.balance import balance_loss, count_choices, load_factors, router_z_loss
@@ -42,7 +42,9 @@ from pith_engine.runtime import connect_mesh, gather_objects
 from pith_engine.violations import raise_violations
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from tyro.conf import arg
 
+from pith_apps.arguments import RunArguments
 from pith_apps.checks import step_violations
 from pith_apps.config import RunConfig
 from pith_apps.plan import Machine
@@ -60,6 +62,20 @@ VARIATIONS = ("packed", "padding", "aux", "tied", "recompute", "muon", "hsdp")
 embeddings; attention and experts recomputed; Muon's update; HSDP wherever dp has ranks."""
 DOCUMENT_LENGTHS = (1, 5, 13, 2, 7)
 """Of `packed`, over and over from another place in each sequence: odd, and some inside a block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityArguments(RunArguments):
+    """Loss and gradients of one step on every mesh, against one process."""
+
+    meshes: tuple[str, ...] = ()
+    """Meshes in short form, such as pp2-ep2, or hsdp-dp2-ep2 (default: those of the grid)."""
+    grid: Literal["usual", "full"] = "usual"
+    """`usual`: meshes of dp, ep and pp in 4 processes; `full`: cp, HSDP and 8 processes too."""
+    variations: Annotated[str, arg(name="with")] = ""
+    """What to switch on, such as packed,aux: packed, padding, aux, tied, recompute, muon, hsdp."""
+    dtype: Literal["fp64", "fp32"] = "fp64"
+    """`fp64` compares within 1e-10; `fp32` within 1e-5, gradients within 1e-4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +150,30 @@ class ParityResult:
             and self.gradient <= gradient
             and self.update <= update
         )
+
+
+def parity_plan(
+    arguments: ParityArguments, given: Sequence[str]
+) -> tuple[RunConfig, tuple[ParityMesh, ...], tuple[str, ...]]:
+    """The run, meshes and variations of a command; a ValueError for `given` options not read."""
+    variations = tuple(dict.fromkeys(name for name in arguments.variations.split(",") if name))
+    replaced = ["--mesh.", "--layers-per-chunk", "--train.dtype"]
+    replaced += ["--balance.coefficient", "--balance.z"] if "aux" in variations else []
+    replaced += ["--train.recompute"] if "recompute" in variations else []
+    replaced += ["--optim.method"] if "muon" in variations else []
+    replaced += ["--model.tie"] if "tied" in variations else []
+    if twice := [name for name in given if name.startswith(tuple(replaced))]:
+        raise ValueError(f"{', '.join(twice)}: set by --meshes, --dtype or --with")
+    unread = ("--lr.", "--evaluation.", "--checkpoint.", "--log.", "--train.steps", "--train.max")
+    if unused := [name for name in given if name.startswith(unread)]:
+        raise ValueError(f"{', '.join(unused)}: parity runs one step and reads none of these")
+    if arguments.meshes and arguments.grid == "full":
+        raise ValueError("--meshes beside --grid full: give one of them")
+    labels = FULL_GRID if arguments.grid == "full" else PARITY_MESHES
+    if not arguments.config.model.num_experts:
+        labels = without_experts(labels)
+    meshes = tuple(parse_parity_mesh(label) for label in arguments.meshes or labels)
+    return vary(arguments.config, variations), meshes, variations
 
 
 def parse_parity_mesh(label: str) -> ParityMesh:

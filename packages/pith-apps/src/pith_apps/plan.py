@@ -1,7 +1,6 @@
 """What is known about a run before it computes anything: printed at its start and kept in plan.txt.
 
-Every figure comes from the code that the run itself uses. Choices are made here once and never
-change silently.
+Every figure comes from the code that the run itself uses; choices never change silently.
 """
 
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ class Machine:
 
 
 def chosen_layers(config: RunConfig) -> tuple[int, ...]:
-    """Layers of each chunk: as configured, else balanced by the FLOPs of a token."""
+    """Layers of each chunk: as configured, or balanced by FLOPs."""
     if config.layers_per_chunk is not None:
         return config.layers_per_chunk
     flops = forward_flops(config.model, config.train.sequence_length)
@@ -57,7 +56,7 @@ def training_flops(config: RunConfig) -> float:
 
 
 def describe_run(config: RunConfig, machine: Machine, num_tokens: int) -> str:
-    """The plan of a run whose training corpus has `num_tokens`, as text."""
+    """The plan of a run on a training corpus of `num_tokens`."""
     train, mesh = config.train, config.mesh
     counts = parameter_counts(config.model)
     flops = forward_flops(config.model, train.sequence_length)

@@ -1,4 +1,4 @@
-"""Pretraining: from initial weights, or from the newest complete checkpoint of the run folder.
+"""Pretraining from initial weights, or from the newest complete checkpoint of the run folder.
 
 A step (`_train_step`):
 
@@ -7,8 +7,7 @@ A step (`_train_step`):
     3. a norm that is not finite ends the run before anything is updated
     4. clip, learning rate of the step, AdamW or Muon on this rank's shards, `bias` balancing
 
-Evaluations and checkpoints follow at their intervals and after the last step. The same command
-again resumes: weights, moments, data position and learning rate follow from the checkpoint's step,
+The same command again resumes: data position and learning rate follow from the checkpoint's step,
 so the steps after it are those of an uninterrupted run.
 
 The trap: evaluation and saving come after the update of their step, in this order, so a complete
@@ -56,7 +55,7 @@ from pith_apps.trainer import Trainer, build_trainer, joined_mesh, step_gradient
 
 
 def pretrain(config: RunConfig, machine: Machine) -> int:
-    """Train to the last step and return exit code 0; every rank calls it, after `check_run`."""
+    """Train to the last step; every rank calls it, after `check_run`. Returns the exit code."""
     with joined_mesh(config) as (mesh, device):
         corpus = Corpus.open(config.folders.training, config.model.vocab_size)
         plan = describe_run(config, machine, corpus.meta.num_tokens)
@@ -64,10 +63,14 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
             write_run_facts(config.run_folder, config_record(config), mesh.world.size)
             (config.run_folder / "plan.txt").write_text(plan + "\n")
         trainer = build_trainer(config, mesh, device)
-        optimizer = _build_optimizer(config, trainer)
+        match config.optim.method:
+            case "adamw":
+                optimizer = AdamW(trainer.parameters, config.optim)
+            case "muon":
+                optimizer = Muon(trainer.parameters, config.optim)
         assignment = describe_groups(optimizer.groups(), mesh)
         resumed = _resume(config, trainer, optimizer)
-        start = _resumed_line(config, resumed) if resumed else _start(config, trainer)
+        start = _resumed_lines(config, resumed) if resumed else _start(config, trainer)
         with RunLog(
             config.run_folder,
             rank=mesh.rank,
@@ -79,25 +82,15 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
             tokens_seen=resumed.run.get("tokens_seen", 0) if resumed else 0,
             tensorboard=config.log.tensorboard,
         ) as log:
-            log.say(plan)
-            log.say(assignment)
-            log.say(start)
+            log.say(f"{plan}\n{assignment}\n{start}")
             _train(config, trainer, optimizer, corpus, log)
     if read_launch(os.environ).rank == 0:
         _finish(config)
     return 0
 
 
-def _build_optimizer(config: RunConfig, trainer: Trainer) -> AdamW | Muon:
-    match config.optim.method:
-        case "adamw":
-            return AdamW(trainer.parameters, config.optim)
-        case "muon":
-            return Muon(trainer.parameters, config.optim)
-
-
 def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon) -> Manifest | None:
-    """Load the newest complete checkpoint that rank 0 sees; None when there is none."""
+    """Load the newest complete checkpoint that rank 0 sees, if any."""
     mesh = trainer.mesh
     found = find_checkpoint(config.checkpoint_folder) if mesh.rank == 0 else None
     newest: Path | None = broadcast_object(found, mesh.world)
@@ -106,14 +99,14 @@ def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon) -> Man
     manifest = read_manifest(newest)
     state = optimizer if manifest.has_optimizer else None
     load_checkpoint(newest, trainer.parameters, state, mesh)
-    # A step without targets updates nothing, so there may be fewer updates than steps.
+    # Fewer than steps where some had no target.
     optimizer.num_steps = manifest.run.get("num_updates", optimizer.num_steps)
     trainer.pipeline.restore_counts(manifest.run.get("expert_counts", {}))
     return manifest
 
 
 def _start(config: RunConfig, trainer: Trainer) -> str:
-    """Load the weights of `start.from`, if given; returns what step 1 starts from."""
+    """Load the weights of `start.from`, if given; return what step 1 starts from."""
     source = config.start.source
     if source is None:
         folder = config.checkpoint_folder
@@ -129,7 +122,7 @@ def _start(config: RunConfig, trainer: Trainer) -> str:
     return f"step 1 starts from the weights of {source}; {tensors.account}"
 
 
-def _resumed_line(config: RunConfig, resumed: Manifest) -> str:
+def _resumed_lines(config: RunConfig, resumed: Manifest) -> str:
     folder, steps = config.checkpoint_folder, config.train.steps
     if not resumed.has_optimizer:
         return f"step {resumed.step + 1} starts from the weights in {folder}, without moments"
@@ -178,10 +171,12 @@ def _train_step(
     batches = data.micro_batches(step)
     losses, norm = step_gradients(trainer, batches)
     rate = learning_rate(config.lr, step, config.train.steps)
-    if not torch.isfinite(norm).item():
-        with NanFinder():  # run again, to end in the line that makes the NaN
-            step_gradients(trainer, batches)
+    try:
         raise_if_not_finite(parameters, norm, step, mesh)
+    except FloatingPointError:
+        with NanFinder():  # run again, to end in the line that makes the NaN, if it does so again
+            step_gradients(trainer, batches)
+        raise
     if losses.num_targets:
         clip_gradients(parameters, norm, config.train.max_grad_norm)
         optimizer.step(rate)
@@ -194,7 +189,7 @@ def _train_step(
         learning_rate=rate,
         grad_norm=norm.item(),
         num_tokens=config.train.batch * config.train.sequence_length,
-        # Read last: on a GPU its arrival means that the optimizer's kernels are done.
+        # Read last: its arrival from a GPU means that the optimizer's kernels are done.
         peak_memory=int(all_reduce(peak, mesh.world, op="max").item()),
     )
     model = config.model
@@ -212,7 +207,7 @@ def load_warning(max_load: float, top_k: int, num_experts: int) -> str:
 
 
 def _is_due(step: int, interval: int, last: int) -> bool:
-    """Whether something with this interval follows `step`; always after the last."""
+    """Whether what has this interval follows `step`, as after the last."""
     return step == last or (interval > 0 and step % interval == 0)
 
 
@@ -225,7 +220,7 @@ def _evaluate(config: RunConfig, trainer: Trainer, log: RunLog) -> None:
 def _save(
     config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog
 ) -> None:
-    """Write the checkpoint of the step that just ended, then delete those beyond `keep`."""
+    """Write the checkpoint of the latest step, delete those beyond `keep`."""
     start = time.perf_counter()
     raise_if_weights_not_finite(trainer.parameters, log.step, trainer.mesh)
     facts = {
@@ -249,7 +244,7 @@ def _save(
 
 
 def _finish(config: RunConfig) -> None:
-    """After the last step, rank 0 alone: draw the losses, export, say where everything is."""
+    """After the last step, on rank 0: draw the losses, export, say where everything is."""
     folder = config.run_folder
     held_out = Corpus.open(config.folders.held_out, config.model.vocab_size)
     plot_losses(folder, unigram_entropy=unigram_entropy(held_out.tokens))
@@ -261,12 +256,15 @@ def _finish(config: RunConfig) -> None:
         companions=config.tokenizer_folder,
         replace=True,
     )
-    losses = [record for record in read_metrics(folder) if "held_out_loss" in record]
-    first, last = losses[0], losses[-1]
-    share = last["held_out_loss"] / first["held_out_loss"]
+    records = read_metrics(folder)
+    losses = [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]
+    if losses:  # the records of a finished run may have been cut
+        (start, first), (end, last) = losses[0], losses[-1]
+        print(
+            f"held-out loss {first:.4f} after step {start}, {last:.4f} after step {end}: "
+            f"{last / first:.1%} of its first value"
+        )
     print(
-        f"held-out loss {first['held_out_loss']:.4f} after step {first['step']}, "
-        f"{last['held_out_loss']:.4f} after step {last['step']}: {share:.1%} of its first value\n"
         f"metrics     {folder / 'metrics.jsonl'}\n"
         f"losses      {folder / 'loss.png'}\n"
         f"checkpoints {config.checkpoint_folder}\n"

@@ -10,7 +10,7 @@ import numpy
 from pith_apps.run_log import read_metrics
 
 
-def plot_losses(folder: Path, *, unigram_entropy: float | None = None) -> Path:
+def plot_losses(folder: Path, *, unigram_entropy: float) -> Path:
     """Draw `loss.png` in a run folder; `unigram_entropy`, of held-out tokens, in nats."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -29,26 +29,18 @@ def plot_losses(folder: Path, *, unigram_entropy: float | None = None) -> Path:
         steps, losses = training.T
         axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training, a step")
         window = max(1, len(losses) // 20)
-        mean = running_mean(losses, window)
-        axes.plot(steps, mean, color="tab:blue", label=f"training, mean of {window} steps")
+        mean = numpy.convolve(losses, numpy.ones(window) / window, "valid")
+        label = f"training, mean of {window} steps"
+        axes.plot(steps[window - 1 :], mean, color="tab:blue", label=label)
     if len(held_out):
         steps, losses = held_out.T
         label = f"held out, {losses[-1]:.3f} at the end"
         axes.plot(steps, losses, "o-", color="tab:orange", label=label)
-    if unigram_entropy is not None:
-        label = f"entropy of single tokens, {unigram_entropy:.3f}"
-        axes.axhline(unigram_entropy, color="gray", linestyle="--", linewidth=1, label=label)
+    label = f"entropy of single tokens, {unigram_entropy:.3f}"
+    axes.axhline(unigram_entropy, color="gray", linestyle="--", linewidth=1, label=label)
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=folder.resolve().name)
     axes.grid(alpha=0.3)
     axes.legend()
     path = folder / "loss.png"
     figure.savefig(path)
     return path
-
-
-def running_mean(values: numpy.ndarray, window: int) -> numpy.ndarray:
-    """Mean of each value and the `window - 1` before it (fewer at the start)."""
-    sums = numpy.concatenate([[0.0], numpy.cumsum(values)])
-    ends = numpy.arange(1, len(values) + 1)
-    starts = numpy.maximum(0, ends - window)
-    return (sums[ends] - sums[starts]) / (ends - starts)

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder while it runs.
+"""What a run leaves in its folder.
 
     config.json          the configuration of the latest start
     environment.json     versions, machine and command of the latest start
@@ -7,8 +7,8 @@
     tensorboard/         when asked for
     lock                 held while a process writes to the folder
 
-A line of `metrics.jsonl` has either "loss" (a training step) or "held_out_loss" (an evaluation
-after that step). A resumed run first cuts off what it will write again.
+A line of `metrics.jsonl` has "loss" (a step) or "held_out_loss" (an evaluation after that step). A
+resumed run first cuts off what it will write again.
 
 The trap: a GPU runs behind the host, so a number handed to `log_step` must have been read after the
 optimizer's kernels were launched: it shows that the step is over.
@@ -21,12 +21,10 @@ import re
 import resource
 import sys
 import time
-import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from fcntl import LOCK_EX, LOCK_NB, flock
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -45,7 +43,7 @@ ETA_STEPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One training step, as `metrics.jsonl` gives it; no expert, no balance and load."""
+    """One training step, as in `metrics.jsonl`; None without experts."""
 
     step: int
     """From 1."""
@@ -54,13 +52,13 @@ class StepRecord:
     loss: float
     """Mean over all targets, in nats."""
     balance_loss: float | None
-    """Without its coefficient; 1 is even, 0 a method without one."""
+    """Without coefficient; 1 is even, 0 a method without one."""
     z_loss: float
-    """Without its coefficient; 0 when it is off."""
+    """Without coefficient; 0 when off."""
     max_load: float | None
-    """Tokens of the busiest expert over the mean, worst layer."""
+    """Tokens of the busiest expert over the mean, in the worst layer."""
     dead_experts: int | None
-    """Those without a token, over all layers."""
+    """Without a token, over all layers."""
     load_entropy: float | None
     """From 0 to 1 (even), mean over layers."""
     learning_rate: float
@@ -72,15 +70,15 @@ class StepRecord:
     tokens_per_second: float
     """Over all ranks, without the seconds elsewhere."""
     tokens_per_second_per_rank: float
-    """A rank is a GPU."""
+    """Or per GPU."""
     mfu: float | None
-    """Model FLOP/s over the peak of all GPUs; None where that is unknown."""
+    """Model FLOP/s over the peak of all GPUs, where that is known."""
     peak_memory: int
-    """Bytes of the fullest rank: allocated on the GPU, or resident on a CPU."""
+    """Bytes of the fullest rank: allocated on a GPU, resident on a CPU."""
     step_seconds: float
-    """From the end of one step to the end of the next."""
+    """From the end of the step before."""
     seconds_elsewhere: float
-    """Part of them that evaluation and saving took."""
+    """Of them, evaluating and saving."""
     eta_seconds: float
     """Until the last step."""
     num_skipped_steps: int
@@ -119,7 +117,7 @@ class StepRecord:
 
 
 class RunLog:
-    """The log of one rank, used in a `with`; rank 0 also writes the metrics and prints."""
+    """The log of one rank, used in a `with`; rank 0 also prints and writes the metrics."""
 
     def __init__(
         self,
@@ -134,10 +132,10 @@ class RunLog:
         tokens_seen: int = 0,
         tensorboard: bool = False,
     ):
-        """Open the files and start the clock; a ValueError if the folder cannot be written.
+        """Open the files; the first step starts now. A ValueError if the folder cannot be written.
 
-        `flops_per_token` are of forward and backward. Until `resumed_step` the run saw
-        `tokens_seen` targets; 0 is a new run, whose old records are all cut off.
+        `flops_per_token` are of forward and backward; until `resumed_step` the run saw
+        `tokens_seen` targets. Step 0 is a new run, whose old records are all cut off.
         """
         self.rank, self.world_size, self.device = rank, world_size, device
         self.total_steps, self.step, self.tokens_seen = total_steps, resumed_step, tokens_seen
@@ -159,7 +157,7 @@ class RunLog:
         if rank == 0 and tensorboard:
             self.writer = _open_tensorboard(folder / "tensorboard", last_kept + 1)
         self._recent: list[float] = []
-        self.start_clock()
+        self._elsewhere, self._last_end = 0.0, time.perf_counter()
 
     def __enter__(self) -> "RunLog":
         return self
@@ -168,10 +166,6 @@ class RunLog:
         for file in (self.text, self.metrics, self.writer):
             if file is not None:
                 file.close()
-
-    def start_clock(self) -> None:
-        """The first step starts now; call it when everything else is ready."""
-        self._elsewhere, self._last_end = 0.0, time.perf_counter()
 
     def say(self, text: str) -> None:
         """Write lines to this rank's log; rank 0 prints them too."""
@@ -199,8 +193,7 @@ class RunLog:
         self._recent = [*self._recent, seconds][-ETA_STEPS:]
         if self.metrics is None:
             return
-        rate = num_tokens / (seconds - elsewhere)
-        peak = peak_flops(self.device)
+        rate, peak = num_tokens / (seconds - elsewhere), peak_flops(self.device)
         has_experts = losses.max_load > 0
         record = StepRecord(
             step=self.step,
@@ -249,7 +242,7 @@ class RunLog:
 
 
 def write_run_facts(folder: Path, config: dict[str, object], world_size: int) -> None:
-    """Write `config.json` and `environment.json`, without variables: they may hold credentials."""
+    """Write both JSON files, without environment variables: they may hold credentials."""
     names = ("pith-apps", "numpy", "tokenizers", "safetensors", "triton")
     versions = {found.name: found.version for found in distributions() if found.name in names}
     environment = {
@@ -268,32 +261,8 @@ def write_run_facts(folder: Path, config: dict[str, object], world_size: int) ->
         (folder / name).write_text(json.dumps(record, indent=2) + "\n")
 
 
-@contextmanager
-def held_run_folder(folder: Path) -> Generator[None]:
-    """Hold a run folder, made where it is missing, alone for the body; else a ValueError.
-
-    The kernel lets go when the process ends, however. A file system without locks gives a warning.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a")
-    except OSError as error:
-        raise ValueError(f"run folder {folder} cannot be written: {error}") from None
-    with file:
-        try:
-            flock(file, LOCK_EX | LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"run folder {folder} is in use by another process: wait until it ends, stop it, "
-                "or give another --name"
-            ) from None
-        except OSError as error:
-            warnings.warn(f"{folder} is not protected from a second run: {error}", stacklevel=3)
-        yield
-
-
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of `metrics.jsonl` in order; a half-written last line is left out."""
+    """The records in order, without a half-written last line."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     try:
@@ -316,7 +285,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _truncate_metrics(folder: Path, last_step: int) -> list[dict[str, Any]]:
-    """Drop the records after `last_step` in one go; return the others."""
+    """Drop the records after `last_step` at once; return the others."""
     kept = [record for record in read_metrics(folder) if record["step"] <= last_step]
     temporary = folder / "metrics.jsonl.tmp"
     temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))

@@ -15,7 +15,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from pith_engine.contract import Batch
@@ -37,23 +36,23 @@ from pith_engine.runtime import (
 from pith_models.build import build_chunks
 from torch import Tensor
 
-from pith_apps.config import STANDARD_LIBRARY_VOCABULARY, RunConfig, torch_dtype
+from pith_apps.config import RunConfig, torch_dtype
 from pith_apps.corpus import Corpus, prepare_standard_library
 from pith_apps.plan import chosen_attention, chosen_layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """One rank's share of a model, ready to run steps."""
+    """One rank's share of a model."""
 
     mesh: Mesh
     """The ranks."""
     device: torch.device
     """Of this rank."""
     units: list[Unit]
-    """Parameters gathered and reduced together."""
+    """Gathered and reduced together."""
     parameters: list[ShardedParameter]
-    """Those of the units, in order."""
+    """Those of the units."""
     pipeline: Pipeline
     """Runs the chunks."""
 
@@ -81,7 +80,11 @@ def joined_mesh(config: RunConfig) -> Generator[tuple[Mesh, torch.device]]:
         assert mesh is not None, "check_run refuses worlds that are larger than the mesh"
         connect_mesh(mesh, device)
         if config.data.standard_library:
-            _prepare_standard_library(config.folders.training.parent, mesh)
+            # A second look finds nothing to do where nodes share a file system.
+            for is_first in (mesh.rank == 0, read_launch(os.environ).local_rank == 0):
+                if is_first:
+                    prepare_standard_library(config.folders.training.parent)
+                barrier(mesh.world)
         check_same_corpora(config, mesh)
         yield mesh, device
 
@@ -119,7 +122,7 @@ def check_same_corpora(config: RunConfig, mesh: Mesh) -> None:
 
 
 def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> tuple[StepLosses, Tensor]:
-    """Put the gradients of this rank's micro-batches of a step into every parameter's `grad`.
+    """Put a step's gradients into every parameter's `grad`, from this rank's micro-batches.
 
     Returns losses and gradient norm (float64, before clipping), the same on every rank.
     """
@@ -129,11 +132,3 @@ def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> tuple[StepLoss
     for unit in trainer.units:
         unit.reduce()
     return losses, global_norm(trainer.parameters, trainer.mesh)
-
-
-def _prepare_standard_library(root: Path, mesh: Mesh) -> None:
-    """Rank 0 works first; a second look finds nothing to do where nodes share a file system."""
-    for is_first in (mesh.rank == 0, read_launch(os.environ).local_rank == 0):
-        if is_first:
-            prepare_standard_library(root, vocab_size=STANDARD_LIBRARY_VOCABULARY)
-        barrier(mesh.world)

@@ -5,8 +5,9 @@ A command collects those of the whole tree. The trap: a check inside `__post_ini
 alone, before the tree exists.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, is_dataclass
+from difflib import get_close_matches
 from math import inf
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -16,6 +17,12 @@ def raise_violations(violations: Sequence[str], what: str) -> None:
     """One ValueError with a line for each violation, if there is one."""
     if violations:
         raise ValueError(f"{what}:" + "".join(f"\n  - {violation}" for violation in violations))
+
+
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
+    """`did you mean 'x'? ` with the nearest of `allowed`, or nothing."""
+    near = get_close_matches(word, list(allowed), n=1, cutoff=0.4)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def size_violations(config: Any, *, may_be_zero: Sequence[str] = ()) -> list[str]:

@@ -259,7 +259,10 @@ def export_tensors(
             f"unexpected {_first(sorted(unexpected))}"
         )
     temporary, replaced = (out.with_name(f"{out.name}.{end}") for end in ("tmp", "replaced"))
-    with _held_folder(temporary) as lock:
+    with held_folder(temporary) as lock:
+        for left in temporary.iterdir():
+            if left != lock:
+                left.unlink()
         for name in COMPANION_FILES:
             if companions is not None and (companions / name).is_file():
                 shutil.copyfile(companions / name, temporary / name)
@@ -275,20 +278,27 @@ def export_tensors(
 
 
 @contextmanager
-def _held_folder(folder: Path) -> Generator[Path]:
-    """Hold a folder, emptied of what a killed process left, by the lock file that this yields."""
-    folder.mkdir(parents=True, exist_ok=True)
+def held_folder(folder: Path) -> Generator[Path]:
+    """Hold a folder, made where it is missing, alone for the body; yields its lock file.
+
+    A ValueError if another process holds it, until that ends, however; a warning without locks.
+    """
     lock = folder / "lock"
-    with lock.open("a") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = lock.open("a")
+    except OSError as error:
+        raise ValueError(f"cannot write {folder}: {error}") from None
+    with file:
         try:
             flock(file, LOCK_EX | LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{folder} is being written by another process") from None
+            raise ValueError(
+                f"{folder} is in use by another process: stop it, wait, or choose another folder "
+                "(--name for a run)"
+            ) from None
         except OSError as error:
-            warnings.warn(f"{folder} is not protected from a second export: {error}", stacklevel=4)
-        for left in folder.iterdir():
-            if left != lock:
-                left.unlink()
+            warnings.warn(f"{folder} is not protected from a second run: {error}", stacklevel=3)
         yield lock
 
 

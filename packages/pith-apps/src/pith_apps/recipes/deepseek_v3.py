@@ -1,4 +1,4 @@
-"""`deepseek-v3`: pretraining at the released sizes of DeepSeek-V3, and a tiny form of it.
+"""`deepseek-v3` and its tiny form.
 
 Sizes and RoPE: `config.json` of deepseek-ai/DeepSeek-V3 on Hugging Face (671 B parameters, 37 B
 active), without multi-token prediction. Mesh, batch, peak learning rate and the bias's rate:
@@ -14,7 +14,7 @@ from pith_models.deepseek import DeepseekConfig
 from pith_ops.rope import Yarn
 
 from pith_apps.config import CheckpointConfig, EvaluationConfig, RunConfig, TrainConfig
-from pith_apps.recipes.tiny import tiny_form
+from pith_apps.recipes.tiny import tiny_form, tiny_sizes
 
 _YARN = Yarn(factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
 _MODEL = DeepseekConfig(
@@ -43,33 +43,29 @@ _MODEL = DeepseekConfig(
 
 
 def deepseek_v3() -> RunConfig:
-    """Released sizes on 2048 GPUs; give it `--data.training`, `.held-out` and `.tokenizer`."""
+    """Released sizes on 2048 GPUs."""
     return RunConfig(
         name="deepseek-v3",
         model=_MODEL,
         mesh=MeshConfig(pp=16, dp=2, ep=64),
-        train=TrainConfig(steps=235000, batch=15360, micro_batch=1, sequence_length=4096),
+        train=TrainConfig(steps=235000, batch=15360, sequence_length=4096),
         lr=LearningRateConfig(schedule="wsd", peak=2.2e-4, warmup_steps=2000, decay_steps=70000),
         balance=BalanceConfig(method="bias", bias_rate=1e-3),
         evaluation=EvaluationConfig(interval=1000, sequences=4096),
-        checkpoint=CheckpointConfig(interval=500, keep=2),
+        checkpoint=CheckpointConfig(interval=500),
     )
 
 
 def deepseek_v3_tiny() -> RunConfig:
-    """The same structure with every size cut down, sequences still past YaRN's original length."""
+    """Its sequences still pass YaRN's original length."""
     model = replace(
-        _MODEL,
-        vocab_size=4096,
-        hidden_size=64,
-        num_hidden_layers=4,
+        tiny_sizes(_MODEL),
         num_attention_heads=4,
         q_lora_rank=48,
         kv_lora_rank=32,
         qk_nope_head_dim=16,
         qk_rope_head_dim=8,
         v_head_dim=24,
-        intermediate_size=192,
         moe_intermediate_size=48,
         first_k_dense_replace=1,
         n_routed_experts=8,
@@ -77,6 +73,5 @@ def deepseek_v3_tiny() -> RunConfig:
         n_group=4,
         topk_group=2,
         rope_scaling=replace(_YARN, original_max_position_embeddings=16),
-        max_position_embeddings=128,
     )
     return tiny_form(deepseek_v3(), model)

@@ -1,9 +1,8 @@
 """`demo`: the whole system on whatever machine this is, in about two minutes.
 
-A small Qwen3-MoE learns the source code of Python's standard library: real text, always there. On a
-CPU four gloo processes run pipeline and expert parallelism. A unigram model reaches 79% of the loss
-of a uniform guess, so a held-out loss below 75% of its first value shows that context is used; 100
-steps on a CPU reach about 70%.
+A small Qwen3-MoE learns the source code of Python's standard library; on a CPU, in four processes
+with pipeline and expert parallelism. A unigram model reaches 79% of the loss of a uniform guess, so
+a held-out loss below 75% of its first value shows that context is used; 100 steps reach about 70%.
 """
 
 import torch
@@ -16,7 +15,7 @@ from pith_apps.config import CheckpointConfig, DataConfig, EvaluationConfig, Run
 
 
 def demo() -> RunConfig:
-    """The demo for this machine: mesh, steps, device and dtype follow its GPUs."""
+    """Mesh, steps, device and dtype follow this machine's GPUs."""
     num_gpus = torch.cuda.device_count()
     return RunConfig(
         name="demo",
@@ -34,7 +33,7 @@ def demo() -> RunConfig:
         # At 1e-3 one expert of a layer gets every token during the first tens of steps.
         balance=BalanceConfig(coefficient=1e-2),
         evaluation=EvaluationConfig(interval=50, sequences=64),
-        checkpoint=CheckpointConfig(interval=25, keep=2),
+        checkpoint=CheckpointConfig(interval=25),
     )
 
 
@@ -58,7 +57,6 @@ def demo_model() -> Qwen3MoeConfig:
         moe_intermediate_size=192,
         num_experts=8,
         num_experts_per_tok=2,
-        norm_topk_prob=True,
         rope_theta=10000.0,
         max_position_embeddings=1024,
     )

@@ -1,4 +1,4 @@
-"""`gpt-oss-120b`: `gpt-oss-20b` with more layers and experts, and a tiny form of it.
+"""`gpt-oss-120b`, which is `gpt-oss-20b` with more layers and experts, and its tiny form.
 
 Sizes: `config.json` of openai/gpt-oss-120b on Hugging Face (116.8 B parameters, 5.1 B active
 without the embedding).
@@ -14,7 +14,7 @@ from pith_apps.recipes.tiny import tiny_form
 
 
 def gpt_oss_120b() -> RunConfig:
-    """Released sizes on 32 GPUs; give it `--data.training`, `.held-out` and `.tokenizer`."""
+    """Released sizes on 32 GPUs."""
     model = replace(GPT_OSS_20B, num_hidden_layers=36, num_experts=128)
     return replace(gpt_oss_20b(), name="gpt-oss-120b", model=model, mesh=MeshConfig(pp=4, ep=8))
 

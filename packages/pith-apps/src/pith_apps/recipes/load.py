@@ -1,19 +1,16 @@
 """Recipes: Python functions that return a `RunConfig`, built in or in a file of the user's.
 
-A built-in recipe is a function in a file of this folder and an arm of `load_recipe`. A user's file
-holds one public function `def ...() -> RunConfig`, which usually starts from a built-in one with
-`dataclasses.replace`.
+A file holds one public function `def ...() -> RunConfig`, usually `dataclasses.replace` of another.
 """
 
 import inspect
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from runpy import run_path
 from traceback import extract_tb
 from typing import get_type_hints
 
-from pith_engine.violations import raise_violations, type_violations
+from pith_engine.violations import did_you_mean, raise_violations, type_violations
 
 from pith_apps.config import RunConfig
 from pith_apps.recipes.deepseek_v2_lite import deepseek_v2_lite, deepseek_v2_lite_tiny
@@ -25,63 +22,41 @@ from pith_apps.recipes.qwen3_8b import qwen3_8b, qwen3_8b_tiny
 from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
 from pith_apps.recipes.qwen3_235b_a22b import qwen3_235b_a22b, qwen3_235b_a22b_tiny
 
-BUILT_IN_RECIPES = (
-    "demo",
-    *("qwen3-8b", "qwen3-8b-tiny"),
-    *("qwen3-30b-a3b", "qwen3-30b-a3b-tiny"),
-    *("qwen3-235b-a22b", "qwen3-235b-a22b-tiny"),
-    *("deepseek-v2-lite", "deepseek-v2-lite-tiny"),
-    *("deepseek-v3", "deepseek-v3-tiny"),
-    *("gpt-oss-20b", "gpt-oss-20b-tiny"),
-    *("gpt-oss-120b", "gpt-oss-120b-tiny"),
-)
+
+def built_in_recipes() -> list[RunConfig]:
+    """Each model and its tiny form, beside the demo."""
+    return [
+        demo(),
+        qwen3_8b(),
+        qwen3_8b_tiny(),
+        qwen3_30b_a3b(),
+        qwen3_30b_a3b_tiny(),
+        qwen3_235b_a22b(),
+        qwen3_235b_a22b_tiny(),
+        deepseek_v2_lite(),
+        deepseek_v2_lite_tiny(),
+        deepseek_v3(),
+        deepseek_v3_tiny(),
+        gpt_oss_20b(),
+        gpt_oss_20b_tiny(),
+        gpt_oss_120b(),
+        gpt_oss_120b_tiny(),
+    ]
 
 
 def load_recipe(name: str) -> RunConfig:
-    """The configuration of a recipe, `name` one of `BUILT_IN_RECIPES` or the path of a `.py` file.
+    """The recipe of a built-in name or the path of a `.py` file.
 
-    Raises:
-        ValueError: no such recipe or file, not exactly one recipe in the file, it fails, or fields
-            hold values of other types than theirs.
+    A ValueError if there is none, the file fails or holds not exactly one, or types are wrong.
     """
-    match name:
-        case "demo":
-            return demo()
-        case "qwen3-8b":
-            return qwen3_8b()
-        case "qwen3-8b-tiny":
-            return qwen3_8b_tiny()
-        case "qwen3-30b-a3b":
-            return qwen3_30b_a3b()
-        case "qwen3-30b-a3b-tiny":
-            return qwen3_30b_a3b_tiny()
-        case "qwen3-235b-a22b":
-            return qwen3_235b_a22b()
-        case "qwen3-235b-a22b-tiny":
-            return qwen3_235b_a22b_tiny()
-        case "deepseek-v2-lite":
-            return deepseek_v2_lite()
-        case "deepseek-v2-lite-tiny":
-            return deepseek_v2_lite_tiny()
-        case "deepseek-v3":
-            return deepseek_v3()
-        case "deepseek-v3-tiny":
-            return deepseek_v3_tiny()
-        case "gpt-oss-20b":
-            return gpt_oss_20b()
-        case "gpt-oss-20b-tiny":
-            return gpt_oss_20b_tiny()
-        case "gpt-oss-120b":
-            return gpt_oss_120b()
-        case "gpt-oss-120b-tiny":
-            return gpt_oss_120b_tiny()
     if name.endswith(".py"):
         return _recipe_of_file(Path(name))
-    near = get_close_matches(name, BUILT_IN_RECIPES, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    built_in = {recipe.name: recipe for recipe in built_in_recipes()}
+    if name in built_in:
+        return built_in[name]
     raise ValueError(
-        f"recipe is {name!r}: {hint}allowed are {', '.join(BUILT_IN_RECIPES)} or the path of a "
-        f"Python file (ending in .py) with one function that returns a RunConfig"
+        f"recipe is {name!r}: {did_you_mean(name, built_in)}allowed are {', '.join(built_in)} or "
+        f"the path of a Python file (ending in .py) with one function that returns a RunConfig"
     )
 
 

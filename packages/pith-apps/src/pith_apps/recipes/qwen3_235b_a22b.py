@@ -1,4 +1,4 @@
-"""`qwen3-235b-a22b`: pretraining at the released sizes of Qwen3-235B-A22B, and a tiny form of it.
+"""`qwen3-235b-a22b` and its tiny form.
 
 Sizes: `config.json` of Qwen/Qwen3-235B-A22B on Hugging Face (235 B parameters, 22 B active). On 64
 GPUs AdamW's fp32 state takes 44 GB each, gathered weights and fp32 gradients 27 GB.
@@ -11,7 +11,7 @@ from pith_engine.mesh import MeshConfig
 from pith_models.qwen3_moe import Qwen3MoeConfig
 
 from pith_apps.config import CheckpointConfig, EvaluationConfig, RunConfig, TrainConfig
-from pith_apps.recipes.tiny import tiny_form
+from pith_apps.recipes.tiny import tiny_form, tiny_sizes
 
 _MODEL = Qwen3MoeConfig(
     vocab_size=151936,
@@ -28,7 +28,7 @@ _MODEL = Qwen3MoeConfig(
 
 
 def qwen3_235b_a22b() -> RunConfig:
-    """Released sizes on 64 GPUs; give it `--data.training`, `.held-out` and `.tokenizer`."""
+    """Released sizes on 64 GPUs."""
     return RunConfig(
         name="qwen3-235b-a22b",
         model=_MODEL,
@@ -41,19 +41,14 @@ def qwen3_235b_a22b() -> RunConfig:
 
 
 def qwen3_235b_a22b_tiny() -> RunConfig:
-    """16 query heads to a key head and a wide MLP as in the large one, for a CPU."""
+    """16 query heads to a key head and a wide MLP as in the large one."""
     model = replace(
-        _MODEL,
-        vocab_size=4096,
-        hidden_size=64,
-        num_hidden_layers=4,
+        tiny_sizes(_MODEL),
         num_attention_heads=16,
         num_key_value_heads=1,
         head_dim=8,
-        intermediate_size=192,
         moe_intermediate_size=24,
         num_experts=16,
         num_experts_per_tok=4,
-        max_position_embeddings=128,
     )
     return tiny_form(qwen3_235b_a22b(), model)

@@ -1,4 +1,4 @@
-"""`qwen3-30b-a3b`: pretraining at the released sizes of Qwen3-30B-A3B, and a tiny form of it.
+"""`qwen3-30b-a3b` and its tiny form.
 
 Sizes: `config.json` of Qwen/Qwen3-30B-A3B-Base on Hugging Face (30.5 B parameters, 3.3 B active).
 Eight GPUs share the experts; without a pipeline DualPipeV only overlaps the experts' all-to-alls
@@ -12,7 +12,7 @@ from pith_engine.mesh import MeshConfig
 from pith_models.qwen3_moe import Qwen3MoeConfig
 
 from pith_apps.config import CheckpointConfig, EvaluationConfig, RunConfig, TrainConfig
-from pith_apps.recipes.tiny import tiny_form
+from pith_apps.recipes.tiny import tiny_form, tiny_sizes
 
 _MODEL = Qwen3MoeConfig(
     vocab_size=151936,
@@ -32,32 +32,27 @@ _MODEL = Qwen3MoeConfig(
 
 
 def qwen3_30b_a3b() -> RunConfig:
-    """Released sizes on eight GPUs; give it `--data.training`, `.held-out` and `.tokenizer`."""
+    """Released sizes on eight GPUs."""
     return RunConfig(
         name="qwen3-30b-a3b",
         model=_MODEL,
         mesh=MeshConfig(ep=8),
-        train=TrainConfig(steps=10000, batch=256, micro_batch=1, sequence_length=4096),
+        train=TrainConfig(steps=10000, batch=256, sequence_length=4096),
         lr=LearningRateConfig(schedule="wsd", peak=3e-4, warmup_steps=200, decay_steps=1000),
         evaluation=EvaluationConfig(interval=500, sequences=256),
-        checkpoint=CheckpointConfig(interval=500, keep=2),
+        checkpoint=CheckpointConfig(interval=500),
     )
 
 
 def qwen3_30b_a3b_tiny() -> RunConfig:
-    """The same structure with every size cut down: trains on a CPU in seconds."""
+    """Trains on a CPU in seconds."""
     model = replace(
-        _MODEL,
-        vocab_size=4096,
-        hidden_size=64,
-        num_hidden_layers=4,
+        tiny_sizes(_MODEL),
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        intermediate_size=192,
         moe_intermediate_size=48,
         num_experts=8,
         num_experts_per_tok=2,
-        max_position_embeddings=128,
     )
     return tiny_form(qwen3_30b_a3b(), model)

@@ -1,4 +1,4 @@
-"""`qwen3-8b`: pretraining at the released sizes of the dense Qwen3-8B, and a tiny form of it.
+"""`qwen3-8b`, which is dense, and its tiny form; batch and learning rate of `qwen3-30b-a3b`.
 
 Sizes: `config.json` of Qwen/Qwen3-8B-Base on Hugging Face (8.2 B parameters). On eight GPUs AdamW's
 fp32 state takes 12 GB each, gathered weights and fp32 gradients 49 GB.
@@ -6,12 +6,12 @@ fp32 state takes 12 GB each, gathered weights and fp32 gradients 49 GB.
 
 from dataclasses import replace
 
-from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import MeshConfig
 from pith_models.qwen3_dense import Qwen3Config
 
-from pith_apps.config import CheckpointConfig, EvaluationConfig, RunConfig, TrainConfig
-from pith_apps.recipes.tiny import tiny_form
+from pith_apps.config import RunConfig
+from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b
+from pith_apps.recipes.tiny import tiny_form, tiny_sizes
 
 _MODEL = Qwen3Config(
     vocab_size=151936,
@@ -26,29 +26,11 @@ _MODEL = Qwen3Config(
 
 
 def qwen3_8b() -> RunConfig:
-    """Released sizes on eight GPUs; give it `--data.training`, `.held-out` and `.tokenizer`."""
-    return RunConfig(
-        name="qwen3-8b",
-        model=_MODEL,
-        mesh=MeshConfig(dp=8),
-        train=TrainConfig(steps=10000, batch=256, sequence_length=4096),
-        lr=LearningRateConfig(schedule="wsd", peak=3e-4, warmup_steps=200, decay_steps=1000),
-        evaluation=EvaluationConfig(interval=500, sequences=256),
-        checkpoint=CheckpointConfig(interval=500),
-    )
+    """Released sizes on eight GPUs."""
+    return replace(qwen3_30b_a3b(), name="qwen3-8b", model=_MODEL, mesh=MeshConfig(dp=8))
 
 
 def qwen3_8b_tiny() -> RunConfig:
-    """Four query heads to a key head as in the large one, for a CPU."""
-    model = replace(
-        _MODEL,
-        vocab_size=4096,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=192,
-        max_position_embeddings=128,
-    )
-    return tiny_form(qwen3_8b(), model)
+    """Four query heads to a key head as in the large one."""
+    heads = replace(tiny_sizes(_MODEL), num_attention_heads=8, num_key_value_heads=2, head_dim=16)
+    return tiny_form(qwen3_8b(), heads)
