@@ -7,7 +7,7 @@ before the tree exists.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from math import inf
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -21,9 +21,9 @@ def raise_violations(violations: Sequence[str], what: str) -> None:
 
 def size_violations(config: Any, *, may_be_zero: Sequence[str] = ()) -> list[str]:
     """Integers below 1 and floats not above 0 and finite among a model's own fields."""
-    found = []
+    values, found = asdict(config), []
     for field in fields(config):
-        value, least = getattr(config, field.name), 0 if field.name in may_be_zero else 1
+        value, least = values[field.name], 0 if field.name in may_be_zero else 1
         if field.type is int and value < least:
             found.append(f"model.{field.name} = {value}: must be at least {least}")
         if field.type is float and not 0 < value < inf:

@@ -22,15 +22,13 @@ The traps: rotary pairs are (2i, 2i + 1); norms of low ranks have epsilon 1e-6 w
 V2 never normalises; the V2 models do not either, and for other settings V3's rule holds here.
 """
 
-from dataclasses import asdict, dataclass, fields
-from math import prod
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from pith_engine.context_parallel import latent_attention
 from pith_engine.contract import Batch, Role, Routing, declare
 from pith_engine.mesh import Axis
-from pith_engine.violations import size_violations
 from pith_ops.attention import AttentionBackend
 from pith_ops.device import accumulation_dtype
 from pith_ops.grouped_linear import Groups, grouped_linear
@@ -42,8 +40,8 @@ from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
-from pith_models.hf import CanonicalTensor, SkippedKeys, gated_expert_tensors
-from pith_models.hf_config import HfConfigReader, rope_hf_fields
+from pith_models.hf import CanonicalTensor, SkippedKeys, gated_tensors, layer_tensors
+from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
 
 _LOW_RANK_EPSILON = 1e-6
 
@@ -53,7 +51,7 @@ class DeepseekConfig:
     """A DeepSeek-V2 or V3 model, under Hugging Face's field names."""
 
     vocab_size: int
-    """Rows of the embedding and of the head; may exceed the tokenizer's vocabulary."""
+    """Rows of embedding and head; may exceed the tokenizer's vocabulary."""
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
@@ -83,8 +81,7 @@ class DeepseekConfig:
     num_experts_per_tok: int
     """Top-k: experts that each token is sent to."""
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"]
-    """V2's softmax gate without or with groups, or V3's sigmoid gate with groups and a bias that
-    only selects."""
+    """V2's softmax gate without or with groups, or V3's sigmoid gate, groups and selection bias."""
     n_group: int = 1
     """Groups of neighbouring experts."""
     topk_group: int = 1
@@ -104,27 +101,28 @@ class DeepseekConfig:
     max_position_embeddings: int = 163_840
     """Longest sequence that the model is meant for."""
     tie_word_embeddings: bool = False
-    """Whether the head is the embedding: one parameter, whose gradient sums both uses."""
+    """Whether the head is the embedding."""
+
+    aligned_sizes = ("hidden_size", "moe_intermediate_size")
+    """Not a field: sizes in grouped products, which GPUs want in multiples of 8."""
+    has_window = False
+    """Not a field: whether any layer attends within a sliding window."""
 
     def violations(self) -> list[str]:
         """What is out of range or does not fit, a line each."""
-        faults = size_violations(self, may_be_zero=("first_k_dense_replace", "n_shared_experts"))
-        sound, experts = not faults, self.n_routed_experts
+        experts, groups = self.n_routed_experts, self.n_group
+        limits = {
+            "num_experts_per_tok": "n_routed_experts",
+            "first_k_dense_replace": "num_hidden_layers",
+            "topk_group": "n_group",
+        }
+        may_be_zero = ("first_k_dense_replace", "n_shared_experts")
+        faults = shape_violations(self, limits, may_be_zero=may_be_zero)
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             faults.append(f"model.q_lora_rank = {self.q_lora_rank}: must be at least 1, or None")
         if self.qk_rope_head_dim % 2:
             faults.append(f"model.qk_rope_head_dim = {self.qk_rope_head_dim}: must be even")
-        if self.rope_scaling is not None:
-            faults += self.rope_scaling.violations("model.rope_scaling")
-        layers, groups = self.num_hidden_layers, self.n_group
-        for name, value, limit, most in (
-            ("num_experts_per_tok", self.num_experts_per_tok, "n_routed_experts", experts),
-            ("first_k_dense_replace", self.first_k_dense_replace, "num_hidden_layers", layers),
-            ("topk_group", self.topk_group, "n_group", groups),
-        ):
-            if value > most:
-                faults.append(f"model.{name} = {value}: must be at most {limit} = {most}")
-        if not sound:
+        if min(experts, groups) < 1:
             return faults
         size, rest = divmod(experts, groups)
         least, path = 2 if self.is_v3 else 1, f"model.n_group = {groups}: must"
@@ -162,11 +160,6 @@ class DeepseekConfig:
         return self.v_head_dim
 
     @property
-    def has_window(self) -> bool:
-        """Whether any layer attends within a sliding window."""
-        return False
-
-    @property
     def softmax_scale(self) -> float:
         """What query times key is multiplied by."""
         yarn = self.rope_scaling
@@ -179,25 +172,13 @@ class DeepseekConfig:
             return None
         return ExpertGroups(self.n_group, self.topk_group, 2 if self.is_v3 else 1)
 
-    @property
-    def aligned_sizes(self) -> dict[str, int]:
-        """Field -> value of the sizes in grouped products, which GPUs want in multiples of 8."""
-        return {
-            "hidden_size": self.hidden_size,
-            "moe_intermediate_size": self.moe_intermediate_size,
-        }
-
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer of this global number routes its tokens to experts."""
         return layer >= self.first_k_dense_replace
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "DeepseekConfig":
-        """Read the fields of a `config.json`, in the spelling of transformers 4 or 5.
-
-        A ValueError names every key that is missing or unknown, or whose value has another type, is
-        out of range or not implemented.
-        """
+        """Read the fields of a `config.json`; a ValueError names every fault."""
         is_v3 = hf_fields.get("model_type") == "deepseek_v3"
         methods = ("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")
         # transformers' V3 knows one method only and does not name it.
@@ -209,36 +190,24 @@ class DeepseekConfig:
             "topk_method": method if method in methods else " or ".join(methods),
         }
         read = HfConfigReader(hf_fields, "DeepSeek", fixed=fixed, neutral=_NEUTRAL_HF_FIELDS)
-        theta, scaling = read.rope()
-        plain = {name: read.required(name) for name in _PLAIN_HF_FIELDS}
-        low_rank, shared = read.nullable("q_lora_rank"), read.nullable("n_shared_experts")
-        for name in ("n_group", "topk_group"):  # absent: eight and four to transformers' V3
-            plain[name] = read.required(name) if is_v3 else read.optional(name, 1)
-        tied = read.optional("tie_word_embeddings", False)
-        read.raise_faults()
-        return read.checked(
-            DeepseekConfig(
-                **plain,
-                topk_method=method,
-                q_lora_rank=low_rank,
-                n_shared_experts=shared or 0,
-                rope_theta=theta,
-                rope_scaling=scaling,
-                tie_word_embeddings=tied,
-            )
-        )
+        own = {
+            "topk_method": method,
+            "q_lora_rank": read.nullable("q_lora_rank"),
+            "n_shared_experts": read.nullable("n_shared_experts") or 0,
+        }
+        if not is_v3:  # absent: eight and four to transformers' V3
+            own |= {name: read.optional(name, 1) for name in ("n_group", "topk_group")}
+        return read.config(DeepseekConfig, own)
 
     def to_hf(self) -> dict:
-        """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
-        return {
-            "architectures": [f"DeepseekV{3 if self.is_v3 else 2}ForCausalLM"],
+        """The fields of a `config.json`."""
+        fixed = {
             **_FIXED_HF_FIELDS,
             **_version_hf_fields(self.is_v3),
-            **asdict(self),
-            **rope_hf_fields(self.rope_theta, self.rope_scaling),
             "num_key_value_heads": self.num_attention_heads,
             "num_nextn_predict_layers": 0,
         }
+        return written_hf_fields(self, f"DeepseekV{3 if self.is_v3 else 2}", fixed)
 
 
 class DeepseekAttention(nn.Module):
@@ -373,60 +342,38 @@ class DeepseekLayer(nn.Module):
         return residual + combined
 
 
-def deepseek_tensors(config: DeepseekConfig) -> tuple[CanonicalTensor, ...]:
-    """Every tensor of the whole model, in order."""
-    V, H, head = config.vocab_size, config.hidden_size, "lm_head.weight"
-    tied = config.tie_word_embeddings
-    embedding_keys, copies = ("model.embed_tokens.weight",), (head,) if tied else ()
-    tensors = [CanonicalTensor("embedding", (V, H), embedding_keys, copies=copies)]
-    for layer in range(config.num_hidden_layers):
-        tensors += _layer_tensors(config, layer)
-    tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
-    if not tied:
-        tensors.append(CanonicalTensor("head", (V, H), (head,)))
-    return tuple(tensors)
-
-
-def _layer_tensors(config: DeepseekConfig, layer: int) -> list[CanonicalTensor]:
-    ours, theirs, H = f"layers.{layer}", f"model.layers.{layer}", config.hidden_size
-    R, heads, E = config.kv_lora_rank, config.num_attention_heads, config.num_experts
-    q_rank, q_width = config.q_lora_rank, heads * config.query_dim
-    kv_a_rows = R + config.qk_rope_head_dim
+def deepseek_tensors(config: DeepseekConfig, layer: int) -> list[CanonicalTensor]:
+    """Every tensor of a layer, in order."""
+    H, R, E = config.hidden_size, config.kv_lora_rank, config.num_experts
+    heads, q_rank = config.num_attention_heads, config.q_lora_rank
+    q_width, kv_a_rows = heads * config.query_dim, R + config.qk_rope_head_dim
     kv_width = heads * (config.qk_nope_head_dim + config.v_head_dim)
-    plain: list[tuple[str, tuple[int, ...], str]] = [
-        ("self_attention.norm", (H,), "input_layernorm"),
-        ("self_attention.kv_a_proj", (kv_a_rows, H), "self_attn.kv_a_proj_with_mqa"),
-        ("self_attention.kv_a_norm", (R,), "self_attn.kv_a_layernorm"),
-        ("self_attention.kv_b_proj", (kv_width, R), "self_attn.kv_b_proj"),
-        ("self_attention.o_proj", (H, heads * config.v_head_dim), "self_attn.o_proj"),
-        ("mlp_norm", (H,), "post_attention_layernorm"),
-    ]
+    plain: dict[str, tuple[str, tuple[int, ...]]] = {
+        "self_attention.norm": ("input_layernorm", (H,)),
+        "self_attention.kv_a_proj": ("self_attn.kv_a_proj_with_mqa", (kv_a_rows, H)),
+        "self_attention.kv_a_norm": ("self_attn.kv_a_layernorm", (R,)),
+        "self_attention.kv_b_proj": ("self_attn.kv_b_proj", (kv_width, R)),
+        "self_attention.o_proj": ("self_attn.o_proj", (H, heads * config.v_head_dim)),
+        "mlp_norm": ("post_attention_layernorm", (H,)),
+    }
     if q_rank is None:
-        plain.append(("self_attention.q_proj", (q_width, H), "self_attn.q_proj"))
+        plain["self_attention.q_proj"] = "self_attn.q_proj", (q_width, H)
     else:
-        plain += [
-            ("self_attention.q_a_proj", (q_rank, H), "self_attn.q_a_proj"),
-            ("self_attention.q_a_norm", (q_rank,), "self_attn.q_a_layernorm"),
-            ("self_attention.q_b_proj", (q_width, q_rank), "self_attn.q_b_proj"),
-        ]
-    is_sparse, mlp, width = config.is_sparse(layer), "mlp", config.intermediate_size
-    if is_sparse:
-        plain.append(("router", (E, H), "mlp.gate"))
-        mlp, width = "mlp.shared_experts", config.n_shared_experts * config.moe_intermediate_size
-    if width:
-        shapes = {"gate_proj": (width, H), "up_proj": (width, H), "down_proj": (H, width)}
-        plain += [(f"mlp_{name}", shape, f"{mlp}.{name}") for name, shape in shapes.items()]
-    tensors = [
-        CanonicalTensor(f"{ours}.{name}", shape, (f"{theirs}.{key}.weight",))
-        for name, shape, key in plain
-    ]
-    if is_sparse and config.is_v3:
-        bias = (f"{theirs}.mlp.gate.e_score_correction_bias",)
-        tensors.append(CanonicalTensor(f"{ours}.router_bias", (E,), bias, keeps_float32=True))
-    if is_sparse:
-        stem, width = f"{theirs}.mlp.experts", config.moe_intermediate_size
-        tensors += gated_expert_tensors(f"{ours}.experts", stem, E, width, H)
-    return tensors
+        plain["self_attention.q_a_proj"] = "self_attn.q_a_proj", (q_rank, H)
+        plain["self_attention.q_a_norm"] = "self_attn.q_a_layernorm", (q_rank,)
+        plain["self_attention.q_b_proj"] = "self_attn.q_b_proj", (q_width, q_rank)
+    ours, mlp = f"layers.{layer}.", f"model.layers.{layer}.mlp"
+    if not config.is_sparse(layer):
+        mlp_tensors = gated_tensors(f"{ours}mlp_", mlp, config.intermediate_size, H)
+        return layer_tensors(layer, plain) + mlp_tensors
+    plain["router"] = "mlp.gate", (E, H)
+    tensors, width = layer_tensors(layer, plain), config.moe_intermediate_size
+    if shared := config.n_shared_experts * width:
+        tensors += gated_tensors(f"{ours}mlp_", f"{mlp}.shared_experts", shared, H)
+    if config.is_v3:
+        bias = (f"{mlp}.gate.e_score_correction_bias",)
+        tensors.append(CanonicalTensor(f"{ours}router_bias", (E,), bias, keeps_float32=True))
+    return tensors + gated_tensors(f"{ours}experts_", f"{mlp}.experts", width, H, E)
 
 
 def deepseek_skipped_keys(config: DeepseekConfig) -> tuple[SkippedKeys, ...]:
@@ -437,17 +384,6 @@ def deepseek_skipped_keys(config: DeepseekConfig) -> tuple[SkippedKeys, ...]:
     return (SkippedKeys(prefix, "multi-token prediction is not implemented"),)
 
 
-def deepseek_layer_flops(config: DeepseekConfig, layer: int, sequence_length: int) -> float:
-    """Forward operations of one layer per token, causal attention counted by half."""
-    products = 0.0
-    for tensor in _layer_tensors(config, layer):
-        if len(tensor.shape) > 1:
-            share = config.num_experts_per_tok / config.num_experts
-            products += prod(tensor.shape) * (share if tensor.is_expert_stack else 1)
-    width = config.num_attention_heads * (config.query_dim + config.v_head_dim)
-    return 2 * products + 2 * width * (sequence_length + 1) / 2
-
-
 def _version_hf_fields(is_v3: bool) -> dict[str, object]:
     return {
         "model_type": f"deepseek_v{3 if is_v3 else 2}",
@@ -455,19 +391,6 @@ def _version_hf_fields(is_v3: bool) -> dict[str, object]:
     }
 
 
-_RESPELLED_HF_FIELDS = (
-    "q_lora_rank",
-    "n_shared_experts",
-    "topk_method",
-    "n_group",
-    "topk_group",
-    "rope_theta",
-    "rope_scaling",
-    "tie_word_embeddings",
-)
-_PLAIN_HF_FIELDS = tuple(
-    field.name for field in fields(DeepseekConfig) if field.name not in _RESPELLED_HF_FIELDS
-)
 _FIXED_HF_FIELDS = {
     "hidden_act": "silu",
     "attention_bias": False,

@@ -18,14 +18,12 @@ shape tells where H = I, as in the released models. Their YaRN does not round it
 (`truncate`), their norms round once, and no scaling in a `config.json` means YaRN to transformers.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from pith_engine.context_parallel import context_attention
 from pith_engine.contract import Batch, Role, Routing, declare
 from pith_engine.mesh import Axis
-from pith_engine.violations import size_violations
 from pith_ops.attention import AttentionBackend
 from pith_ops.device import accumulation_dtype
 from pith_ops.grouped_linear import Groups, grouped_linear
@@ -38,7 +36,12 @@ from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.hf import CanonicalTensor, FusedKey, Rows
-from pith_models.hf_config import HfConfigReader, head_violations, rope_hf_fields
+from pith_models.hf_config import (
+    HfConfigReader,
+    head_violations,
+    shape_violations,
+    written_hf_fields,
+)
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -86,14 +89,13 @@ class GptOssConfig:
     tie_word_embeddings: bool = False
     """Whether the head is the embedding."""
 
+    aligned_sizes = ("hidden_size", "intermediate_size")
+    """Not a field: sizes in grouped products, which GPUs want in multiples of 8."""
+
     def violations(self) -> list[str]:
         """What is out of range or does not fit, a line each."""
-        faults = size_violations(self) + head_violations(self)
-        if self.num_experts_per_tok > self.num_experts:
-            faults.append(
-                f"model.num_experts_per_tok = {self.num_experts_per_tok}: must be at most "
-                f"num_experts = {self.num_experts}"
-            )
+        faults = shape_violations(self, {"num_experts_per_tok": "num_experts"})
+        faults += head_violations(self)
         kinds = self.layer_types
         if kinds and (len(kinds) != self.num_hidden_layers or set(kinds) - {_SLIDING, _FULL}):
             faults.append(
@@ -114,11 +116,6 @@ class GptOssConfig:
         """Whether any layer attends within a sliding window."""
         return any(map(self.is_sliding, range(self.num_hidden_layers)))
 
-    @property
-    def aligned_sizes(self) -> dict[str, int]:
-        """Sizes in grouped products, which GPUs want in multiples of 8."""
-        return {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
-
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer routes its tokens to experts: every one does."""
         return True
@@ -132,34 +129,28 @@ class GptOssConfig:
         """Read the fields of a `config.json`; a ValueError names every fault."""
         # Without either, transformers would take YaRN.
         rope_key = "rope_parameters" if hf_fields.get("rope_parameters") else "rope_scaling"
-        original = (hf_fields.get(rope_key) or {}).get("original_max_position_embeddings")
+        rope = hf_fields.get(rope_key)
+        original = rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None
         context = {"initial_context_length": original} if original else {}
         fixed, neutral = _FIXED_HF_FIELDS | context, ("initial_context_length",)
         read = HfConfigReader(hf_fields, "GPT-OSS", fixed=fixed, neutral=neutral)
         read.required(rope_key)
-        theta, scaling = read.rope()
-        values = {name: read.required(name) for name in _PLAIN_HF_FIELDS}
-        values["num_experts"] = read.required("num_local_experts", "num_experts")
-        values["num_experts_per_tok"] = read.required("num_experts_per_tok", "experts_per_token")
-        values |= {name: read.optional(name, v) for name, v in _OPTIONAL_HF_FIELDS.items()}
-        if isinstance(values["layer_types"], list):
-            values["layer_types"] = tuple(values["layer_types"])
-        read.raise_faults()
-        config = read.checked(GptOssConfig(**values, rope_theta=theta, rope_scaling=scaling))
+        own = {
+            "num_experts": read.required("num_local_experts", "num_experts"),
+            "num_experts_per_tok": read.required("num_experts_per_tok", "experts_per_token"),
+            "swiglu_limit": read.optional("swiglu_limit", 7.0),
+            "swiglu_alpha": read.optional("swiglu_alpha", 1.702),
+            "layer_types": read.optional("layer_types", ()),
+        }
+        config = read.config(GptOssConfig, own)
         derived = replace(config, layer_types=())
         return derived if derived._kinds() == config._kinds() else config
 
     def to_hf(self) -> dict:
         """The fields of a `config.json`."""
-        own = asdict(self)
-        return {
-            "architectures": ["GptOssForCausalLM"],
-            **_FIXED_HF_FIELDS,
-            "num_local_experts": own.pop("num_experts"),
-            **own,
-            **rope_hf_fields(self.rope_theta, self.rope_scaling),
-            "layer_types": self._kinds(),
-        }
+        written = written_hf_fields(self, "GptOss", _FIXED_HF_FIELDS)
+        experts = written.pop("num_experts")
+        return {**written, "num_local_experts": experts, "layer_types": self._kinds()}
 
     def _kinds(self) -> list[str]:
         layers = range(self.num_hidden_layers)
@@ -253,70 +244,41 @@ class GptOssLayer(nn.Module):
         return residual + combined
 
 
-def gpt_oss_tensors(config: GptOssConfig) -> tuple[CanonicalTensor, ...]:
-    """Every tensor of the whole model, in order."""
-    V, H, D = config.vocab_size, config.hidden_size, config.head_dim
-    I, E, heads = config.intermediate_size, config.num_experts, config.num_attention_heads
-    Q, KV, tied = heads * D, config.num_key_value_heads * D, config.tie_word_embeddings
-    embedding, head = ("model.embed_tokens.weight",), ("lm_head.weight",)
-    tensors = [CanonicalTensor("embedding", (V, H), embedding, copies=head if tied else ())]
-    for layer in range(config.num_hidden_layers):
-        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        plain: list[tuple[str, tuple[int, ...], str]] = [
-            ("attention_norm", (H,), "input_layernorm.weight"),
-            ("sinks", (heads,), "self_attn.sinks"),
-            ("mlp_norm", (H,), "post_attention_layernorm.weight"),
-            ("router", (E, H), "mlp.router.weight"),
-            ("router_bias", (E,), "mlp.router.bias"),
-        ]
-        for name, shape in {"q": (Q, H), "k": (KV, H), "v": (KV, H), "o": (H, Q)}.items():
-            plain.append((f"{name}_proj", shape, f"self_attn.{name}_proj.weight"))
-            plain.append((f"{name}_bias", shape[:1], f"self_attn.{name}_proj.bias"))
+def gpt_oss_tensors(config: GptOssConfig, layer: int) -> list[CanonicalTensor]:
+    """Every tensor of a layer, in order."""
+    H, D, heads = config.hidden_size, config.head_dim, config.num_attention_heads
+    I, E, Q, KV = (
+        config.intermediate_size,
+        config.num_experts,
+        heads * D,
+        config.num_key_value_heads * D,
+    )
+    ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+    plain: list[tuple[str, tuple[int, ...], str]] = [
+        ("attention_norm", (H,), "input_layernorm.weight"),
+        ("sinks", (heads,), "self_attn.sinks"),
+        ("mlp_norm", (H,), "post_attention_layernorm.weight"),
+        ("router", (E, H), "mlp.router.weight"),
+        ("router_bias", (E,), "mlp.router.bias"),
+    ]
+    for name, shape in {"q": (Q, H), "k": (KV, H), "v": (KV, H), "o": (H, Q)}.items():
+        plain.append((f"{name}_proj", shape, f"self_attn.{name}_proj.weight"))
+        plain.append((f"{name}_bias", shape[:1], f"self_attn.{name}_proj.bias"))
+    tensors = [CanonicalTensor(ours + name, shape, (theirs + key,)) for name, shape, key in plain]
+    for name, key, rows, shape in (
+        ("gate", "gate_up_proj", Rows.EVEN, (E, I, H)),
+        ("up", "gate_up_proj", Rows.ODD, (E, I, H)),
+        ("down", "down_proj", Rows.ALL, (E, H, I)),
+    ):
+        stem, key = f"{ours}experts_{name}", f"{theirs}mlp.experts.{key}"
+        matrix, bias = FusedKey(key, rows, is_transposed=True), FusedKey(f"{key}_bias", rows)
         tensors += [
-            CanonicalTensor(ours + name, shape, (theirs + key,)) for name, shape, key in plain
+            CanonicalTensor(f"{stem}_proj", shape, (), True, fused=matrix),
+            CanonicalTensor(f"{stem}_bias", shape[:2], (), True, fused=bias),
         ]
-        for name, key, rows, shape in (
-            ("gate", "gate_up_proj", Rows.EVEN, (E, I, H)),
-            ("up", "gate_up_proj", Rows.ODD, (E, I, H)),
-            ("down", "down_proj", Rows.ALL, (E, H, I)),
-        ):
-            stem, key = f"{ours}experts_{name}", f"{theirs}mlp.experts.{key}"
-            matrix, bias = FusedKey(key, rows, is_transposed=True), FusedKey(f"{key}_bias", rows)
-            tensors += [
-                CanonicalTensor(f"{stem}_proj", shape, (), True, fused=matrix),
-                CanonicalTensor(f"{stem}_bias", shape[:2], (), True, fused=bias),
-            ]
-    tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
-    if not tied:
-        tensors.append(CanonicalTensor("head", (V, H), head))
-    return tuple(tensors)
+    return tensors
 
 
-def gpt_oss_layer_flops(config: GptOssConfig, layer: int, sequence_length: int) -> float:
-    """Forward operations of one layer per token, over the keys that a query sees on average."""
-    H, width = config.hidden_size, config.num_attention_heads * config.head_dim
-    kv_width = config.num_key_value_heads * config.head_dim
-    length = sequence_length
-    span = min(config.sliding_window, length) if config.is_sliding(layer) else length
-    # The first `span` queries see 1, 2, ... keys, the others `span` each.
-    keys = span - span * (span - 1) / 2 / length
-    projections = 2 * H * (2 * width + 2 * kv_width)
-    experts = config.num_experts_per_tok * 6 * H * config.intermediate_size
-    return projections + 2 * 2 * width * keys + experts + 2 * H * config.num_experts
-
-
-_OPTIONAL_HF_FIELDS: dict[str, Any] = {
-    "swiglu_limit": 7.0,
-    "swiglu_alpha": 1.702,
-    "tie_word_embeddings": False,
-    "layer_types": (),
-}
-_RESPELLED_HF_FIELDS = ("num_experts", "num_experts_per_tok", "rope_theta", "rope_scaling")
-_PLAIN_HF_FIELDS = [
-    field.name
-    for field in fields(GptOssConfig)
-    if field.name not in (*_RESPELLED_HF_FIELDS, *_OPTIONAL_HF_FIELDS)
-]
 _FIXED_HF_FIELDS = {
     "model_type": "gpt_oss",
     "hidden_act": "silu",

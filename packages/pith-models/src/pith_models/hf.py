@@ -105,24 +105,42 @@ class CanonicalTensor:
         return tensor.unbind(0) if self.is_expert_stack else (tensor,)
 
 
-def gated_expert_tensors(
-    ours: str, theirs: str, num_experts: int, width: int, hidden: int
+def layer_tensors(
+    layer: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> list[CanonicalTensor]:
-    """A layer's gate, up and down matrices, per expert or as transformers 5 fuses them."""
-    fused_keys = {
-        "gate_proj": FusedKey(f"{theirs}.gate_up_proj", Rows.FIRST_HALF),
-        "up_proj": FusedKey(f"{theirs}.gate_up_proj", Rows.SECOND_HALF),
-        "down_proj": FusedKey(f"{theirs}.down_proj"),
-    }
+    """A layer's tensors: name -> key between `model.layers.N.` and `.weight`, shape."""
+    return [
+        CanonicalTensor(f"layers.{layer}.{name}", shape, (f"model.layers.{layer}.{key}.weight",))
+        for name, (key, shape) in tensors.items()
+    ]
+
+
+def gated_tensors(
+    ours: str, theirs: str, width: int, hidden: int, num_experts: int = 0
+) -> list[CanonicalTensor]:
+    """Gate, up and down matrices: an MLP's, or experts' (one key each or as transformers 5 fuses).
+
+    Names begin with `ours`, keys with `theirs`.
+    """
+    matrices = (
+        ("gate_proj", (width, hidden), FusedKey(f"{theirs}.gate_up_proj", Rows.FIRST_HALF)),
+        ("up_proj", (width, hidden), FusedKey(f"{theirs}.gate_up_proj", Rows.SECOND_HALF)),
+        ("down_proj", (hidden, width), FusedKey(f"{theirs}.down_proj")),
+    )
+    if not num_experts:
+        return [
+            CanonicalTensor(ours + name, shape, (f"{theirs}.{name}.weight",))
+            for name, shape, _ in matrices
+        ]
     return [
         CanonicalTensor(
-            f"{ours}_{name}",
-            (num_experts, *((hidden, width) if name == "down_proj" else (width, hidden))),
+            ours + name,
+            (num_experts, *shape),
             tuple(f"{theirs}.{expert}.{name}.weight" for expert in range(num_experts)),
             is_expert_stack=True,
             fused=fused,
         )
-        for name, fused in fused_keys.items()
+        for name, shape, fused in matrices
     ]
 
 
