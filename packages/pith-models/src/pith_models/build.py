@@ -87,11 +87,8 @@ def build_chunks(
         tied = config.tie_word_embeddings and is_last
         chunks.append(
             DecoderChunk(
+                config,
                 layers,
-                vocab_size=config.vocab_size,
-                hidden_size=config.hidden_size,
-                initial_std=config.initializer_range,
-                norm_epsilon=config.rms_norm_eps,
                 norm_rounds_once=isinstance(config, GptOssConfig),
                 is_first=chunk == 0,
                 is_last=is_last,
@@ -118,13 +115,13 @@ def _decoder_layer(
 
 def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
     """Every tensor of the whole model, in order."""
-    shape, head = (config.vocab_size, config.hidden_size), ("lm_head.weight",)
+    shape, head = (config.vocab_size, config.hidden_size), "lm_head.weight"
     tied, embedding = config.tie_word_embeddings, ("model.embed_tokens.weight",)
-    tensors = [CanonicalTensor("embedding", shape, embedding, copies=head if tied else ())]
+    tensors = [CanonicalTensor("embedding", shape, embedding, copy=head if tied else None)]
     for layer in range(config.num_hidden_layers):
         tensors += _layer_tensors(config, layer)
     tensors.append(CanonicalTensor("final_norm", shape[1:], ("model.norm.weight",)))
-    return (*tensors, *([] if tied else [CanonicalTensor("head", shape, head)]))
+    return (*tensors, *([] if tied else [CanonicalTensor("head", shape, (head,))]))
 
 
 def _layer_tensors(config: ModelConfig, layer: int) -> list[CanonicalTensor]:

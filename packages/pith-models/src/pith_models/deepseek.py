@@ -30,16 +30,16 @@ from pith_engine.context_parallel import latent_attention
 from pith_engine.contract import Batch, Role, Routing, declare
 from pith_engine.mesh import Axis
 from pith_ops.attention import AttentionBackend
-from pith_ops.device import accumulation_dtype
 from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope, rope_frequencies, rope_table
+from pith_ops.rope import Yarn, apply_rope
 from pith_ops.routing import ExpertGroups, router_logits, sigmoid_topk, softmax_topk
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
+from pith_models.chunk import rotary_table
 from pith_models.hf import CanonicalTensor, SkippedKeys, gated_tensors, layer_tensors
 from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
 
@@ -51,7 +51,7 @@ class DeepseekConfig:
     """A DeepSeek-V2 or V3 model, under Hugging Face's field names."""
 
     vocab_size: int
-    """Rows of embedding and head; may exceed the tokenizer's vocabulary."""
+    """Rows of embedding and head."""
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
@@ -79,7 +79,7 @@ class DeepseekConfig:
     n_shared_experts: int
     """Experts' widths in the MLP that every token of a sparse layer goes through; 0: none."""
     num_experts_per_tok: int
-    """Top-k: experts that each token is sent to."""
+    """Top-k: experts of a token."""
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"]
     """V2's softmax gate without or with groups, or V3's sigmoid gate, groups and selection bias."""
     n_group: int = 1
@@ -109,7 +109,7 @@ class DeepseekConfig:
     """Not a field: whether any layer attends within a sliding window."""
 
     def violations(self) -> list[str]:
-        """What is out of range or does not fit, a line each."""
+        """What does not fit, a line each."""
         experts, groups = self.n_routed_experts, self.n_group
         limits = {
             "num_experts_per_tok": "n_routed_experts",
@@ -233,7 +233,7 @@ class DeepseekAttention(nn.Module):
 
     def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         """`[T, H]` -> `[T, H]`, the input added."""
-        config, yarn = self.config, self.config.rope_scaling
+        config = self.config
         rotary_dim, nope_dim = config.qk_rope_head_dim, config.qk_nope_head_dim
         normed = rms_norm(hidden, self.norm, config.rms_norm_eps)
         # 1. Query per head, latent, and the rotary key that the heads share.
@@ -246,24 +246,14 @@ class DeepseekAttention(nn.Module):
         latent, key = linear(normed, self.kv_a_proj).split((config.kv_lora_rank, rotary_dim), 1)
         latent = rms_norm(latent, self.kv_a_norm, _LOW_RANK_EPSILON)
         # 2. Rotate the rotary parts by their positions.
-        wide = accumulation_dtype(hidden.dtype)
-        frequencies = rope_frequencies(
-            rotary_dim, config.rope_theta, yarn=yarn, dtype=wide, device=hidden.device
-        )
-        cos, sin = rope_table(batch.positions, frequencies, yarn.table_scale if yarn else 1.0)
+        cos, sin = rotary_table(config, rotary_dim, hidden, batch)
         key = apply_rope(key[:, None], cos, sin, interleaved=True)[:, 0]
         rotated = apply_rope(query[..., nope_dim:], cos, sin, interleaved=True)
         query = torch.cat([query[..., :nope_dim], rotated], -1)
         # 3. Attend within each sequence, project back, add the residual.
+        up, scale = self.kv_b_proj, config.softmax_scale
         out = latent_attention(
-            query,
-            latent,
-            key,
-            self.kv_b_proj,
-            batch,
-            self.cp,
-            scale=config.softmax_scale,
-            backend=self.backend,
+            query, latent, key, up, batch, self.cp, scale=scale, backend=self.backend
         )
         return hidden + linear(out.flatten(1), self.o_proj)
 

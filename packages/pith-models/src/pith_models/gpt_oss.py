@@ -25,16 +25,16 @@ from pith_engine.context_parallel import context_attention
 from pith_engine.contract import Batch, Role, Routing, declare
 from pith_engine.mesh import Axis
 from pith_ops.attention import AttentionBackend
-from pith_ops.device import accumulation_dtype
 from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope, rope_frequencies, rope_table
+from pith_ops.rope import Yarn, apply_rope
 from pith_ops.routing import router_logits, topk_softmax
 from pith_ops.swiglu import clamped_swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
+from pith_models.chunk import rotary_table
 from pith_models.hf import CanonicalTensor, FusedKey, Rows
 from pith_models.hf_config import (
     HfConfigReader,
@@ -51,7 +51,7 @@ class GptOssConfig:
     """A GPT-OSS model, under Hugging Face's field names."""
 
     vocab_size: int
-    """Rows of embedding and head; may exceed the tokenizer's vocabulary."""
+    """Rows of embedding and head."""
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
@@ -61,13 +61,13 @@ class GptOssConfig:
     num_key_value_heads: int
     """Key and value heads; divides the query heads."""
     head_dim: int
-    """Width of a head; even, independent of the hidden size."""
+    """Width of a head; even."""
     intermediate_size: int
     """Width of one expert."""
     num_experts: int
     """Experts of a layer, over all ranks (`num_local_experts` in files)."""
     num_experts_per_tok: int
-    """Top-k: experts that each token is sent to."""
+    """Top-k: experts of a token."""
     sliding_window: int
     """Keys that a query of a sliding layer sees, its own included."""
     layer_types: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class GptOssConfig:
     """Not a field: sizes in grouped products, which GPUs want in multiples of 8."""
 
     def violations(self) -> list[str]:
-        """What is out of range or does not fit, a line each."""
+        """What does not fit, a line each."""
         faults = shape_violations(self, {"num_experts_per_tok": "num_experts"})
         faults += head_violations(self)
         kinds = self.layer_types
@@ -199,7 +199,7 @@ class GptOssLayer(nn.Module):
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing]:
         """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen` if given)."""
-        config, dtype, yarn = self.config, hidden.dtype, self.config.rope_scaling
+        config, dtype = self.config, hidden.dtype
         D, eps = config.head_dim, config.rms_norm_eps
         # 1. Normalise and project; the biases are fp32 and would make the sums so.
         normed = rms_norm(hidden, self.attention_norm, eps, rounds_once=True)
@@ -208,9 +208,7 @@ class GptOssLayer(nn.Module):
         key = linear(normed, self.k_proj, self.k_bias.to(dtype)).view(heads)
         value = linear(normed, self.v_proj, self.v_bias.to(dtype)).view(heads)
         # 2. Rotate q and k by their positions.
-        wide, theta = accumulation_dtype(dtype), config.rope_theta
-        frequencies = rope_frequencies(D, theta, yarn=yarn, dtype=wide, device=hidden.device)
-        cos, sin = rope_table(batch.positions, frequencies, yarn.table_scale if yarn else 1.0)
+        cos, sin = rotary_table(config, D, hidden, batch)
         query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         # 3. Attend within each sequence, project back, add the residual.
         out = context_attention(

@@ -137,12 +137,10 @@ class HfConfigReader:
 
     def _scaling(self, key: str, kinds: set[str], given: dict[str, Any]) -> Yarn | None:
         if kinds != {"yarn"}:
+            fault = f".rope_type = {sorted(kinds)}: only 'default' and 'yarn' are implemented"
             if kinds <= {"default"}:
-                fault = f"{sorted(given)} have no meaning with rope_type 'default'"
-                self._faults.append(f"{key}: {fault}")
-            else:
-                fault = "only 'default' and 'yarn' are implemented"
-                self._faults.append(f"{key}.rope_type = {sorted(kinds)}: {fault}")
+                fault = f": {sorted(given)} have no meaning with rope_type 'default'"
+            self._faults.append(key + fault)
             return None
         unknown = sorted(given.keys() - {field.name for field in fields(Yarn)})
         missing = sorted({"factor", "original_max_position_embeddings"} - given.keys())

@@ -18,15 +18,15 @@ from pith_engine.context_parallel import context_attention
 from pith_engine.contract import Batch, Role, declare
 from pith_engine.mesh import Axis
 from pith_ops.attention import AttentionBackend
-from pith_ops.device import accumulation_dtype
 from pith_ops.grouped_linear import Groups
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope, rope_frequencies, rope_table
+from pith_ops.rope import Yarn, apply_rope
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
+from pith_models.chunk import rotary_table
 from pith_models.hf import CanonicalTensor, gated_tensors, layer_tensors
 from pith_models.hf_config import (
     HfConfigReader,
@@ -41,7 +41,7 @@ class Qwen3Config:
     """A dense Qwen3 model, under Hugging Face's field names."""
 
     vocab_size: int
-    """Rows of embedding and head; may exceed the tokenizer's vocabulary."""
+    """Rows of embedding and head."""
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
@@ -51,7 +51,7 @@ class Qwen3Config:
     num_key_value_heads: int
     """Key and value heads; divides the query heads."""
     head_dim: int
-    """Width of a head; even, independent of the hidden size."""
+    """Width of a head; even."""
     intermediate_size: int
     """Width of the MLP."""
     rope_theta: float = 1_000_000.0
@@ -75,7 +75,7 @@ class Qwen3Config:
     """Not a field: whether any layer attends within a sliding window."""
 
     def violations(self) -> list[str]:
-        """What is out of range or does not fit, a line each."""
+        """What does not fit, a line each."""
         return shape_violations(self, {}) + head_violations(self)
 
     @property
@@ -132,7 +132,7 @@ class Qwen3Layer(nn.Module):
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, None]:
         """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, no routing."""
-        D, eps, yarn = self.config.head_dim, self.config.rms_norm_eps, self.config.rope_scaling
+        D, eps = self.config.head_dim, self.config.rms_norm_eps
         normed = rms_norm(hidden, self.attention_norm, eps)
         heads = (normed.shape[0], -1, D)
         # 1. Project, and normalise q and k per head.
@@ -140,9 +140,7 @@ class Qwen3Layer(nn.Module):
         key = rms_norm(linear(normed, self.k_proj).view(heads), self.k_norm, eps)
         value = linear(normed, self.v_proj).view(heads)
         # 2. Rotate q and k by their positions.
-        wide, theta = accumulation_dtype(hidden.dtype), self.config.rope_theta
-        frequencies = rope_frequencies(D, theta, yarn=yarn, dtype=wide, device=hidden.device)
-        cos, sin = rope_table(batch.positions, frequencies, yarn.table_scale if yarn else 1.0)
+        cos, sin = rotary_table(self.config, D, hidden, batch)
         query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         # 3. Attend within each sequence, project back, add the residual.
         out = context_attention(query, key, value, batch, self.cp, backend=self.backend)

@@ -20,16 +20,16 @@ from pith_engine.context_parallel import context_attention
 from pith_engine.contract import Batch, Role, Routing, declare
 from pith_engine.mesh import Axis
 from pith_ops.attention import AttentionBackend
-from pith_ops.device import accumulation_dtype
 from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope, rope_frequencies, rope_table
+from pith_ops.rope import Yarn, apply_rope
 from pith_ops.routing import router_logits, softmax_topk
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
+from pith_models.chunk import rotary_table
 from pith_models.hf import CanonicalTensor, gated_tensors, layer_tensors
 from pith_models.hf_config import (
     HfConfigReader,
@@ -44,7 +44,7 @@ class Qwen3MoeConfig:
     """A Qwen3-MoE model, under Hugging Face's field names."""
 
     vocab_size: int
-    """Rows of embedding and head; may exceed the tokenizer's vocabulary."""
+    """Rows of embedding and head."""
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
@@ -54,7 +54,7 @@ class Qwen3MoeConfig:
     num_key_value_heads: int
     """Key and value heads; divides the query heads."""
     head_dim: int
-    """Width of a head; even, independent of the hidden size."""
+    """Width of a head; even."""
     intermediate_size: int
     """Width of the MLP in dense layers."""
     moe_intermediate_size: int
@@ -62,7 +62,7 @@ class Qwen3MoeConfig:
     num_experts: int
     """Experts of a sparse layer, over all ranks."""
     num_experts_per_tok: int
-    """Top-k: experts that each token is sent to."""
+    """Top-k: experts of a token."""
     norm_topk_prob: bool = True
     """Whether the k chosen probabilities are divided by their sum."""
     mlp_only_layers: tuple[int, ...] = ()
@@ -88,7 +88,7 @@ class Qwen3MoeConfig:
     """Not a field: whether any layer attends within a sliding window."""
 
     def violations(self) -> list[str]:
-        """What is out of range or does not fit, a line each."""
+        """What does not fit, a line each."""
         faults = shape_violations(self, {"num_experts_per_tok": "num_experts"})
         faults += head_violations(self)
         outside = [i for i in self.mlp_only_layers if not 0 <= i < self.num_hidden_layers]
@@ -163,12 +163,7 @@ class Qwen3MoeAttention(nn.Module):
         key = rms_norm(linear(normed, self.k_proj).view(heads), self.k_norm, eps)
         value = linear(normed, self.v_proj).view(heads)
         # 2. Rotate q and k by their positions.
-        wide = accumulation_dtype(hidden.dtype)
-        yarn = config.rope_scaling
-        frequencies = rope_frequencies(
-            D, config.rope_theta, yarn=yarn, dtype=wide, device=hidden.device
-        )
-        cos, sin = rope_table(batch.positions, frequencies, yarn.table_scale if yarn else 1.0)
+        cos, sin = rotary_table(config, D, hidden, batch)
         query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         # 3. Attend within each sequence, project back, add the residual.
         out = context_attention(query, key, value, batch, self.cp, backend=self.backend)
