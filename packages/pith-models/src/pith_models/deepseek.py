@@ -106,7 +106,7 @@ class DeepseekConfig:
     aligned_sizes = ("hidden_size", "moe_intermediate_size")
     """Not a field: sizes in grouped products, which GPUs want in multiples of 8."""
     has_window = False
-    """Not a field: whether any layer attends within a sliding window."""
+    """Not a field: no layer slides."""
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
@@ -120,8 +120,6 @@ class DeepseekConfig:
         faults = shape_violations(self, limits, may_be_zero=may_be_zero)
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             faults.append(f"model.q_lora_rank = {self.q_lora_rank}: must be at least 1, or None")
-        if self.qk_rope_head_dim % 2:
-            faults.append(f"model.qk_rope_head_dim = {self.qk_rope_head_dim}: must be even")
         if min(experts, groups) < 1:
             return faults
         size, rest = divmod(experts, groups)
@@ -173,7 +171,7 @@ class DeepseekConfig:
         return ExpertGroups(self.n_group, self.topk_group, 2 if self.is_v3 else 1)
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer of this global number routes its tokens to experts."""
+        """Whether the layer (from 0) routes to experts."""
         return layer >= self.first_k_dense_replace
 
     @staticmethod
@@ -184,30 +182,22 @@ class DeepseekConfig:
         # transformers' V3 knows one method only and does not name it.
         method = hf_fields.get("topk_method", methods[0])
         fixed = {
-            **_FIXED_HF_FIELDS,
-            **_version_hf_fields(is_v3),
-            "num_key_value_heads": hf_fields.get("num_attention_heads"),
+            **_fixed_hf_fields(is_v3, hf_fields.get("num_attention_heads")),
             "topk_method": method if method in methods else " or ".join(methods),
         }
         read = HfConfigReader(hf_fields, "DeepSeek", fixed=fixed, neutral=_NEUTRAL_HF_FIELDS)
-        own = {
-            "topk_method": method,
-            "q_lora_rank": read.nullable("q_lora_rank"),
-            "n_shared_experts": read.nullable("n_shared_experts") or 0,
-        }
-        if not is_v3:  # absent: eight and four to transformers' V3
+        # transformers puts other values in the place of absent ones, and V3 others than V2.
+        nulls = {"q_lora_rank": None, "n_shared_experts": 0}
+        own = {name: read.optional(name, null) for name, null in nulls.items() if name in hf_fields}
+        if not is_v3:
             own |= {name: read.optional(name, 1) for name in ("n_group", "topk_group")}
-        return read.config(DeepseekConfig, own)
+        return read.config(DeepseekConfig, {"topk_method": method, **own})
 
     def to_hf(self) -> dict:
         """The fields of a `config.json`."""
-        fixed = {
-            **_FIXED_HF_FIELDS,
-            **_version_hf_fields(self.is_v3),
-            "num_key_value_heads": self.num_attention_heads,
-            "num_nextn_predict_layers": 0,
-        }
-        return written_hf_fields(self, f"DeepseekV{3 if self.is_v3 else 2}", fixed)
+        fixed = _fixed_hf_fields(self.is_v3, self.num_attention_heads)
+        written = written_hf_fields(self, f"DeepseekV{3 if self.is_v3 else 2}", fixed)
+        return {**written, "num_nextn_predict_layers": 0}
 
 
 class DeepseekAttention(nn.Module):
@@ -299,20 +289,18 @@ class DeepseekLayer(nn.Module):
         if not self.num_local_experts:
             return tokens, residual, None
         logits = router_logits(tokens, self.router)
-        ids, weights, scores = self._choose(logits, chosen)
-        if config.n_shared_experts:
-            residual = residual + self._mlp(tokens, None)
-        routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits)
-        return tokens, residual, routing
-
-    def _choose(self, logits: Tensor, chosen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
         args = (logits, config.num_experts_per_tok, config.norm_topk_prob)
         groups, scaling = config.expert_groups, config.routed_scaling_factor
         if config.is_v3:
             bias = self.router_bias
-            return sigmoid_topk(*args, groups=groups, scaling=scaling, chosen=chosen, bias=bias)
-        return softmax_topk(*args, groups=groups, scaling=scaling, chosen=chosen)
+            picked = sigmoid_topk(*args, groups=groups, scaling=scaling, chosen=chosen, bias=bias)
+        else:
+            picked = softmax_topk(*args, groups=groups, scaling=scaling, chosen=chosen)
+        ids, weights, scores = picked
+        if config.n_shared_experts:
+            residual = residual + self._mlp(tokens, None)
+        routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits)
+        return tokens, residual, routing
 
     def _mlp(self, tokens: Tensor, weight_grads: WeightGradQueue | None) -> Tensor:
         gate_up = linear(tokens, self.mlp_gate_up, weight_grads=weight_grads)
@@ -352,18 +340,18 @@ def deepseek_tensors(config: DeepseekConfig, layer: int) -> list[CanonicalTensor
         plain["self_attention.q_a_proj"] = "self_attn.q_a_proj", (q_rank, H)
         plain["self_attention.q_a_norm"] = "self_attn.q_a_layernorm", (q_rank,)
         plain["self_attention.q_b_proj"] = "self_attn.q_b_proj", (q_width, q_rank)
-    ours, mlp = f"layers.{layer}.", f"model.layers.{layer}.mlp"
     if not config.is_sparse(layer):
-        mlp_tensors = gated_tensors(f"{ours}mlp_", mlp, config.intermediate_size, H)
-        return layer_tensors(layer, plain) + mlp_tensors
+        gated = gated_tensors(layer, "mlp_", "mlp", config.intermediate_size, H)
+        return layer_tensors(layer, plain) + gated
     plain["router"] = "mlp.gate", (E, H)
     tensors, width = layer_tensors(layer, plain), config.moe_intermediate_size
     if shared := config.n_shared_experts * width:
-        tensors += gated_tensors(f"{ours}mlp_", f"{mlp}.shared_experts", shared, H)
+        tensors += gated_tensors(layer, "mlp_", "mlp.shared_experts", shared, H)
     if config.is_v3:
-        bias = (f"{mlp}.gate.e_score_correction_bias",)
-        tensors.append(CanonicalTensor(f"{ours}router_bias", (E,), bias, keeps_float32=True))
-    return tensors + gated_tensors(f"{ours}experts_", f"{mlp}.experts", width, H, E)
+        bias = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias",)
+        name = f"layers.{layer}.router_bias"
+        tensors.append(CanonicalTensor(name, (E,), bias, keeps_float32=True))
+    return tensors + gated_tensors(layer, "experts_", "mlp.experts", width, H, E)
 
 
 def deepseek_skipped_keys(config: DeepseekConfig) -> tuple[SkippedKeys, ...]:
@@ -374,21 +362,20 @@ def deepseek_skipped_keys(config: DeepseekConfig) -> tuple[SkippedKeys, ...]:
     return (SkippedKeys(prefix, "multi-token prediction is not implemented"),)
 
 
-def _version_hf_fields(is_v3: bool) -> dict[str, object]:
+def _fixed_hf_fields(is_v3: bool, num_heads: object) -> dict[str, object]:
     return {
         "model_type": f"deepseek_v{3 if is_v3 else 2}",
         "scoring_func": "sigmoid" if is_v3 else "softmax",
+        "num_key_value_heads": num_heads,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "moe_layer_freq": 1,
+        "rope_interleave": True,
     }
 
 
-_FIXED_HF_FIELDS = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mlp_bias": False,
-    "moe_layer_freq": 1,
-    "rope_interleave": True,
-}
 _NEUTRAL_HF_FIELDS = (
     "aux_loss_alpha",
     "ep_size",

@@ -36,12 +36,7 @@ from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
 from pith_models.hf import CanonicalTensor, FusedKey, Rows
-from pith_models.hf_config import (
-    HfConfigReader,
-    head_violations,
-    shape_violations,
-    written_hf_fields,
-)
+from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -95,7 +90,6 @@ class GptOssConfig:
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
         faults = shape_violations(self, {"num_experts_per_tok": "num_experts"})
-        faults += head_violations(self)
         kinds = self.layer_types
         if kinds and (len(kinds) != self.num_hidden_layers or set(kinds) - {_SLIDING, _FULL}):
             faults.append(
@@ -113,11 +107,11 @@ class GptOssConfig:
 
     @property
     def has_window(self) -> bool:
-        """Whether any layer attends within a sliding window."""
+        """Whether any layer slides."""
         return any(map(self.is_sliding, range(self.num_hidden_layers)))
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer routes its tokens to experts: every one does."""
+        """Whether the layer routes: every one does."""
         return True
 
     def is_sliding(self, layer: int) -> bool:

@@ -116,28 +116,28 @@ def layer_tensors(
 
 
 def gated_tensors(
-    ours: str, theirs: str, width: int, hidden: int, num_experts: int = 0
+    layer: int, ours: str, theirs: str, width: int, hidden: int, num_experts: int = 0
 ) -> list[CanonicalTensor]:
-    """Gate, up and down matrices of an MLP or of experts; `ours` begins names, `theirs` keys."""
-    matrices = (
-        ("gate_proj", (width, hidden), FusedKey(f"{theirs}.gate_up_proj", Rows.FIRST_HALF)),
-        ("up_proj", (width, hidden), FusedKey(f"{theirs}.gate_up_proj", Rows.SECOND_HALF)),
-        ("down_proj", (hidden, width), FusedKey(f"{theirs}.down_proj")),
-    )
-    if not num_experts:
-        return [
-            CanonicalTensor(ours + name, shape, (f"{theirs}.{name}.weight",))
-            for name, shape, _ in matrices
-        ]
+    """A layer's gate, up and down matrices, of an MLP or of experts.
+
+    `ours` begins their names, `theirs` their keys.
+    """
+    stem = f"model.layers.{layer}.{theirs}"
+    stems = [f"{stem}.{expert}" for expert in range(num_experts)] or [stem]
+    stack = (num_experts,) if num_experts else ()
     return [
         CanonicalTensor(
-            ours + name,
-            (num_experts, *shape),
-            tuple(f"{theirs}.{expert}.{name}.weight" for expert in range(num_experts)),
-            is_expert_stack=True,
-            fused=fused,
+            f"layers.{layer}.{ours}{name}",
+            (*stack, *shape),
+            tuple(f"{each}.{name}.weight" for each in stems),
+            is_expert_stack=num_experts > 0,
+            fused=FusedKey(f"{stem}.{fused}", rows) if stack else None,
         )
-        for name, shape, fused in matrices
+        for name, shape, fused, rows in (
+            ("gate_proj", (width, hidden), "gate_up_proj", Rows.FIRST_HALF),
+            ("up_proj", (width, hidden), "gate_up_proj", Rows.SECOND_HALF),
+            ("down_proj", (hidden, width), "down_proj", Rows.ALL),
+        )
     ]
 
 
@@ -343,17 +343,15 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
 def _rows(stored: Tensor, fused: FusedKey) -> Tensor:
     """The view of an expert's part of a fused key that is ours."""
     ours = stored.mT if fused.is_transposed else stored
-    match fused.rows:
-        case Rows.ALL:
-            return ours
-        case Rows.FIRST_HALF:
-            return ours[: len(ours) // 2]
-        case Rows.SECOND_HALF:
-            return ours[len(ours) // 2 :]
-        case Rows.EVEN:
-            return ours[::2]
-        case Rows.ODD:
-            return ours[1::2]
+    half = len(ours) // 2
+    rows = {
+        Rows.ALL: slice(None),
+        Rows.FIRST_HALF: slice(half),
+        Rows.SECOND_HALF: slice(half, None),
+        Rows.EVEN: slice(0, None, 2),
+        Rows.ODD: slice(1, None, 2),
+    }
+    return ours[rows[fused.rows]]
 
 
 def _check_keys(

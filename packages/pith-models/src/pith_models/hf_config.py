@@ -81,13 +81,6 @@ class HfConfigReader:
         value = self._values.get(name)
         return default if value is None else value
 
-    def nullable(self, name: str) -> Any:
-        """The value of a field, which may be null; an absent one is a fault."""
-        self._known.add(name)
-        if name not in self._values:
-            self._faults.append(f"{name}: missing")
-        return self._values.get(name)
-
     def config(self, family: type[_Config], own: Mapping[str, Any]) -> _Config:
         """The configuration of `own` fields, RoPE and all others under their names.
 
@@ -153,28 +146,26 @@ class HfConfigReader:
 def shape_violations(
     config: Any, limits: Mapping[str, str], *, may_be_zero: Sequence[str] = ()
 ) -> list[str]:
-    """Sizes out of range, fields above the one that limits them, and a wrong RoPE scaling."""
+    """Sizes out of range, fields above the one that limits them, heads and RoPE that do not fit."""
     values, found = asdict(config), size_violations(config, may_be_zero=may_be_zero)
     found += [
         f"model.{name} = {values[name]}: must be at most {limit} = {values[limit]}"
         for name, limit in limits.items()
         if values[name] > values[limit]
     ]
-    scaling = config.rope_scaling
-    return found + (scaling.violations("model.rope_scaling") if scaling else [])
-
-
-def head_violations(config: Any) -> list[str]:
-    """What does not fit in the heads of grouped-query attention."""
-    heads, groups, found = config.num_attention_heads, config.num_key_value_heads, []
+    heads, groups = config.num_attention_heads, values.get("num_key_value_heads", 1)
     if groups >= 1 and heads % groups:
         found.append(
             f"model.num_attention_heads = {heads}: must be a multiple of "
             f"num_key_value_heads = {groups}"
         )
-    if config.head_dim % 2:
-        found.append(f"model.head_dim = {config.head_dim}: must be even for rotary embeddings")
-    return found
+    found += [
+        f"model.{name} = {values[name]}: must be even for rotary embeddings"
+        for name in ("head_dim", "qk_rope_head_dim")
+        if values.get(name, 0) % 2
+    ]
+    scaling = config.rope_scaling
+    return found + (scaling.violations("model.rope_scaling") if scaling else [])
 
 
 def written_hf_fields(config: Any, name: str, fixed: Mapping[str, object]) -> dict[str, Any]:

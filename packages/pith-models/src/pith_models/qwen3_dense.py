@@ -28,12 +28,7 @@ from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
 from pith_models.hf import CanonicalTensor, gated_tensors, layer_tensors
-from pith_models.hf_config import (
-    HfConfigReader,
-    head_violations,
-    shape_violations,
-    written_hf_fields,
-)
+from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +65,13 @@ class Qwen3Config:
     num_experts = num_experts_per_tok = 0
     """Not fields: every layer is dense."""
     aligned_sizes = ()
-    """Not a field: sizes in grouped products."""
+    """Not a field: there are no grouped products."""
     has_window = False
-    """Not a field: whether any layer attends within a sliding window."""
+    """Not a field: no layer slides."""
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
-        return shape_violations(self, {}) + head_violations(self)
+        return shape_violations(self, {})
 
     @property
     def query_dim(self) -> int:
@@ -86,7 +81,7 @@ class Qwen3Config:
     value_dim = query_dim
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer routes its tokens to experts."""
+        """Whether the layer routes: none does."""
         return False
 
     @staticmethod
@@ -170,9 +165,8 @@ def qwen3_tensors(config: Qwen3Config, layer: int) -> list[CanonicalTensor]:
         **{name: (f"self_attn.{name}", shape) for name, shape in shapes.items()},
         "mlp_norm": ("post_attention_layernorm", (H,)),
     }
-    ours, mlp = f"layers.{layer}.", f"model.layers.{layer}.mlp"
-    mlp_tensors = gated_tensors(ours, mlp, config.intermediate_size, H)
-    return layer_tensors(layer, plain) + mlp_tensors
+    gated = gated_tensors(layer, "", "mlp", config.intermediate_size, H)
+    return layer_tensors(layer, plain) + gated
 
 
 _FIXED_HF_FIELDS = {

@@ -31,12 +31,7 @@ from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
 from pith_models.hf import CanonicalTensor, gated_tensors, layer_tensors
-from pith_models.hf_config import (
-    HfConfigReader,
-    head_violations,
-    shape_violations,
-    written_hf_fields,
-)
+from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +80,11 @@ class Qwen3MoeConfig:
     aligned_sizes = ("hidden_size", "moe_intermediate_size")
     """Not a field: sizes in grouped products, which GPUs want in multiples of 8."""
     has_window = False
-    """Not a field: whether any layer attends within a sliding window."""
+    """Not a field: no layer slides."""
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
         faults = shape_violations(self, {"num_experts_per_tok": "num_experts"})
-        faults += head_violations(self)
         outside = [i for i in self.mlp_only_layers if not 0 <= i < self.num_hidden_layers]
         if outside:
             faults.append(
@@ -107,7 +101,7 @@ class Qwen3MoeConfig:
     value_dim = query_dim
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer of this global number routes its tokens to experts."""
+        """Whether the layer (from 0) routes to experts."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     @staticmethod
@@ -235,13 +229,13 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig, layer: int) -> list[CanonicalTenso
         "self_attention.o_proj": ("self_attn.o_proj", (H, Q)),
         "mlp_norm": ("post_attention_layernorm", (H,)),
     }
-    ours, mlp = f"layers.{layer}.", f"model.layers.{layer}.mlp"
     if config.is_sparse(layer):
         plain["router"] = "mlp.gate", (E, H)
-        ours, mlp, width = f"{ours}experts_", f"{mlp}.experts", config.moe_intermediate_size
-        return layer_tensors(layer, plain) + gated_tensors(ours, mlp, width, H, E)
-    mlp_tensors = gated_tensors(f"{ours}mlp_", mlp, config.intermediate_size, H)
-    return layer_tensors(layer, plain) + mlp_tensors
+        width = config.moe_intermediate_size
+        gated = gated_tensors(layer, "experts_", "mlp.experts", width, H, E)
+    else:
+        gated = gated_tensors(layer, "mlp_", "mlp", config.intermediate_size, H)
+    return layer_tensors(layer, plain) + gated
 
 
 _FIXED_HF_FIELDS = {
