@@ -275,8 +275,8 @@ def test_fp8_is_decoded_as_transformers_does(tmp_path: Path):
     }
     ours = read(tmp_path / "fused", layout, fused)
     expected = decoded(stacked, grids).float()
-    assert torch.equal(ours["experts_gate_proj"], expected[:, :width])
-    assert torch.equal(ours["experts_up_proj"], expected[:, width:])
+    assert torch.equal(ours["layers.0.experts_gate_proj"], expected[:, :width])
+    assert torch.equal(ours["layers.0.experts_up_proj"], expected[:, width:])
 
 
 def test_ragged_fp8_blocks(tmp_path: Path):

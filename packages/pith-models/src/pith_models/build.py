@@ -15,12 +15,7 @@ from pith_ops.attention import AttentionBackend
 from torch import nn
 
 from pith_models.chunk import DecoderChunk
-from pith_models.deepseek import (
-    DeepseekConfig,
-    DeepseekLayer,
-    deepseek_skipped_keys,
-    deepseek_tensors,
-)
+from pith_models.deepseek import DeepseekConfig, DeepseekLayer, deepseek_tensors
 from pith_models.gpt_oss import GptOssConfig, GptOssLayer, gpt_oss_tensors
 from pith_models.hf import CanonicalTensor, SkippedKeys
 from pith_models.qwen3_dense import Qwen3Config, Qwen3Layer, qwen3_tensors
@@ -138,7 +133,18 @@ def _layer_tensors(config: ModelConfig, layer: int) -> list[CanonicalTensor]:
 
 def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
     """Keys of the family's Hugging Face files that are left out on purpose."""
-    return deepseek_skipped_keys(config) if isinstance(config, DeepseekConfig) else ()
+    if not isinstance(config, DeepseekConfig) or not config.is_v3:
+        return ()
+    # V3's files hold a layer of multi-token prediction after the last.
+    prefix = f"model.layers.{config.num_hidden_layers}."
+    return (SkippedKeys(prefix, "multi-token prediction is not implemented"),)
+
+
+def head_dims(config: ModelConfig) -> tuple[int, int]:
+    """Width of a head's query and key, and of its value."""
+    if isinstance(config, DeepseekConfig):
+        return config.query_dim, config.v_head_dim
+    return config.head_dim, config.head_dim
 
 
 def model_config_from_hf(fields: dict) -> ModelConfig:
@@ -189,7 +195,7 @@ def forward_flops(config: ModelConfig, sequence_length: int) -> ForwardFlops:
             span = min(config.sliding_window, span)
         # The first `span` queries see 1, 2, ... keys, the others `span` each.
         keys = span - span * (span - 1) / 2 / sequence_length
-        attention = config.num_attention_heads * (config.query_dim + config.value_dim) * keys
+        attention = config.num_attention_heads * sum(head_dims(config)) * keys
         layers.append(2 * (sum(_active_size(config, t) for t in matrices) + attention))
     head = 2.0 * config.hidden_size * config.vocab_size
     return ForwardFlops(layers=tuple(layers), head=head)

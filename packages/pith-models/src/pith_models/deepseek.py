@@ -40,7 +40,7 @@ from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
-from pith_models.hf import CanonicalTensor, SkippedKeys, gated_tensors, layer_tensors
+from pith_models.hf import CanonicalTensor, gated_tensors, layer_tensors
 from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
 
 _LOW_RANK_EPSILON = 1e-6
@@ -77,7 +77,7 @@ class DeepseekConfig:
     n_routed_experts: int
     """Experts of a sparse layer, over all ranks."""
     n_shared_experts: int
-    """Experts' widths in the MLP that every token of a sparse layer goes through; 0: none."""
+    """Experts' widths in the one shared MLP of a sparse layer; 0: none."""
     num_experts_per_tok: int
     """Top-k: experts of a token."""
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"]
@@ -95,16 +95,16 @@ class DeepseekConfig:
     rope_scaling: Yarn | None = None
     """YaRN, if any; its `mscale_all_dim` also scales the softmax."""
     rms_norm_eps: float = 1e-6
-    """Added to the mean square inside the norms of the residual stream."""
+    """Added to the mean square in the norms of the residual stream."""
     initializer_range: float = 0.02
     """Standard deviation of every initial matrix."""
     max_position_embeddings: int = 163_840
-    """Longest sequence that the model is meant for."""
+    """Longest sequence, in tokens."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding."""
 
     aligned_sizes = ("hidden_size", "moe_intermediate_size")
-    """Not a field: sizes in grouped products, which GPUs want in multiples of 8."""
+    """Not a field: sizes in grouped products."""
     has_window = False
     """Not a field: no layer slides."""
 
@@ -153,22 +153,10 @@ class DeepseekConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
-    def value_dim(self) -> int:
-        """Width of a head's value."""
-        return self.v_head_dim
-
-    @property
     def softmax_scale(self) -> float:
         """What query times key is multiplied by."""
         yarn = self.rope_scaling
-        return self.query_dim**-0.5 * (1.0 if yarn is None else yarn.softmax_scale)
-
-    @property
-    def expert_groups(self) -> ExpertGroups | None:
-        """The limit on a token's experts, if it is one."""
-        if self.n_group == self.topk_group:
-            return None
-        return ExpertGroups(self.n_group, self.topk_group, 2 if self.is_v3 else 1)
+        return self.query_dim**-0.5 * (yarn.softmax_scale if yarn else 1.0)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer (from 0) routes to experts."""
@@ -186,7 +174,7 @@ class DeepseekConfig:
             "topk_method": method if method in methods else " or ".join(methods),
         }
         read = HfConfigReader(hf_fields, "DeepSeek", fixed=fixed, neutral=_NEUTRAL_HF_FIELDS)
-        # transformers puts other values in the place of absent ones, and V3 others than V2.
+        # transformers has other values in the place of absent ones.
         nulls = {"q_lora_rank": None, "n_shared_experts": 0}
         own = {name: read.optional(name, null) for name, null in nulls.items() if name in hf_fields}
         if not is_v3:
@@ -290,7 +278,9 @@ class DeepseekLayer(nn.Module):
             return tokens, residual, None
         logits = router_logits(tokens, self.router)
         args = (logits, config.num_experts_per_tok, config.norm_topk_prob)
-        groups, scaling = config.expert_groups, config.routed_scaling_factor
+        groups, scaling = None, config.routed_scaling_factor
+        if config.n_group > config.topk_group:
+            groups = ExpertGroups(config.n_group, config.topk_group, 2 if config.is_v3 else 1)
         if config.is_v3:
             bias = self.router_bias
             picked = sigmoid_topk(*args, groups=groups, scaling=scaling, chosen=chosen, bias=bias)
@@ -354,22 +344,12 @@ def deepseek_tensors(config: DeepseekConfig, layer: int) -> list[CanonicalTensor
     return tensors + gated_tensors(layer, "experts_", "mlp.experts", width, H, E)
 
 
-def deepseek_skipped_keys(config: DeepseekConfig) -> tuple[SkippedKeys, ...]:
-    """The layer of multi-token prediction that V3's files hold after the last."""
-    if not config.is_v3:
-        return ()
-    prefix = f"model.layers.{config.num_hidden_layers}."
-    return (SkippedKeys(prefix, "multi-token prediction is not implemented"),)
-
-
 def _fixed_hf_fields(is_v3: bool, num_heads: object) -> dict[str, object]:
     return {
         "model_type": f"deepseek_v{3 if is_v3 else 2}",
         "scoring_func": "sigmoid" if is_v3 else "softmax",
         "num_key_value_heads": num_heads,
-        "hidden_act": "silu",
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "mlp_bias": False,
         "moe_layer_freq": 1,
         "rope_interleave": True,

@@ -72,7 +72,7 @@ class GptOssConfig:
     rope_scaling: Yarn | None = None
     """YaRN, if any."""
     rms_norm_eps: float = 1e-5
-    """Added to the mean square inside every norm."""
+    """Added to the mean square in every norm."""
     swiglu_limit: float = 7.0
     """Bound of an expert's gate from above, and of its up projection on both sides."""
     swiglu_alpha: float = 1.702
@@ -80,12 +80,12 @@ class GptOssConfig:
     initializer_range: float = 0.02
     """Standard deviation of every initial matrix, sink and router bias; other biases are 0."""
     max_position_embeddings: int = 131_072
-    """Longest sequence that the model is meant for."""
+    """Longest sequence, in tokens."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding."""
 
     aligned_sizes = ("hidden_size", "intermediate_size")
-    """Not a field: sizes in grouped products, which GPUs want in multiples of 8."""
+    """Not a field: sizes in grouped products."""
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
@@ -97,13 +97,6 @@ class GptOssConfig:
                 f"num_hidden_layers = {self.num_hidden_layers}"
             )
         return faults
-
-    @property
-    def query_dim(self) -> int:
-        """Width of a head's query and key, and as `value_dim` of its value."""
-        return self.head_dim
-
-    value_dim = query_dim
 
     @property
     def has_window(self) -> bool:
@@ -123,11 +116,11 @@ class GptOssConfig:
         """Read the fields of a `config.json`; a ValueError names every fault."""
         # Without either, transformers would take YaRN.
         rope_key = "rope_parameters" if hf_fields.get("rope_parameters") else "rope_scaling"
-        rope = hf_fields.get(rope_key)
-        original = rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None
-        context = {"initial_context_length": original} if original else {}
-        fixed, neutral = _FIXED_HF_FIELDS | context, ("initial_context_length",)
-        read = HfConfigReader(hf_fields, "GPT-OSS", fixed=fixed, neutral=neutral)
+        rope, length = hf_fields.get(rope_key), hf_fields.get("initial_context_length")
+        if isinstance(rope, dict):
+            length = rope.get("original_max_position_embeddings") or length
+        fixed = {**_FIXED_HF_FIELDS, "initial_context_length": length}
+        read = HfConfigReader(hf_fields, "GPT-OSS", fixed=fixed)
         read.required(rope_key)
         own = {
             "num_experts": read.required("num_local_experts", "num_experts"),
@@ -238,13 +231,9 @@ class GptOssLayer(nn.Module):
 
 def gpt_oss_tensors(config: GptOssConfig, layer: int) -> list[CanonicalTensor]:
     """Every tensor of a layer, in order."""
-    H, D, heads = config.hidden_size, config.head_dim, config.num_attention_heads
-    I, E, Q, KV = (
-        config.intermediate_size,
-        config.num_experts,
-        heads * D,
-        config.num_key_value_heads * D,
-    )
+    H, I, E = config.hidden_size, config.intermediate_size, config.num_experts
+    D, heads = config.head_dim, config.num_attention_heads
+    Q, KV = heads * D, config.num_key_value_heads * D
     ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
     plain: list[tuple[str, tuple[int, ...], str]] = [
         ("attention_norm", (H,), "input_layernorm.weight"),
@@ -271,9 +260,4 @@ def gpt_oss_tensors(config: GptOssConfig, layer: int) -> list[CanonicalTensor]:
     return tensors
 
 
-_FIXED_HF_FIELDS = {
-    "model_type": "gpt_oss",
-    "hidden_act": "silu",
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-}
+_FIXED_HF_FIELDS = {"model_type": "gpt_oss", "attention_bias": True}

@@ -425,21 +425,22 @@ def _write_files(
     for tensor in layout:
         sharing.setdefault(next(iter(tensor.written)), []).append(tensor)
     for key, members in sharing.items():
-        fused = None
+        place, fused = places[key], None
+        if not members[0].keys:
+            fused = torch.empty(place.shape, dtype=place.dtype)
         for tensor in members:
             value = tensors[tensor.name]
             if tuple(value.shape) != tensor.shape:
                 raise ValueError(f"{tensor.name} is {list(value.shape)}, expected {tensor.shape}")
             slices = tensor.slices(value.detach())
-            for own_key, view in zip(tensor.keys, slices, strict=False):
-                places[own_key].write(view)
-            if tensor.fused and not tensor.keys:
-                if fused is None:
-                    fused = torch.empty(places[key].shape, dtype=places[key].dtype)
+            if fused is None:
+                for own_key, view in zip(tensor.keys, slices, strict=True):
+                    places[own_key].write(view)
+            elif tensor.fused:
                 for expert, view in zip(fused, slices, strict=True):
                     _rows(expert, tensor.fused).copy_(view)
         if fused is not None:
-            places[key].write(fused)
+            place.write(fused)
 
 
 @dataclass(frozen=True)

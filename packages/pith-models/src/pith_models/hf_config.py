@@ -36,10 +36,11 @@ NEUTRAL_HF_FIELDS = (
     "use_cache",
 )
 """Without effect on the forward pass."""
+_FIXED_HF_FIELDS = {"hidden_act": "silu", "attention_dropout": 0.0}
 
 
 class HfConfigReader:
-    """Takes the fields of one `config.json`, of which `config` makes a configuration."""
+    """Makes a configuration of the fields of a `config.json`."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class HfConfigReader:
         neutral: Sequence[str] = (),
     ):
         """`fixed` fields have one implemented value; `neutral` adds to `NEUTRAL_HF_FIELDS`."""
+        fixed = {**_FIXED_HF_FIELDS, **fixed}
         self._values = {key: v for key, v in hf_fields.items() if not key.startswith("_")}
         self._what = f"config.json of a {family} model"
         self._known = {*fixed, *neutral, *NEUTRAL_HF_FIELDS}
@@ -177,4 +179,5 @@ def written_hf_fields(config: Any, name: str, fixed: Mapping[str, object]) -> di
         scaling = {"rope_type": "yarn", **given}
         own["rope_scaling"] = {"type": "yarn", **scaling}
     rope = {**scaling, "rope_theta": config.rope_theta}
-    return {"architectures": [f"{name}ForCausalLM"], **fixed, **own, "rope_parameters": rope}
+    written = {"architectures": [f"{name}ForCausalLM"], **_FIXED_HF_FIELDS, **fixed}
+    return {**written, **own, "rope_parameters": rope}

@@ -7,7 +7,7 @@ Formulas (Qwen3 technical report, arXiv 2505.09388; x is `[T, H]`, n_* are RMS n
     layer       h + Wdown (silu(Wgate u) * (Wup u)),  u = n(h)
 
 T tokens, H hidden, D head dim, I width of the MLP. Gate and up are one tensor `[2 * I, H]`, gate
-rows first. No layer routes, so the engine dispatches nothing.
+rows first.
 The trap: a config.json without `head_dim` means 128, whatever `hidden_size / num_attention_heads`
 (Qwen3-0.6B: 64); the small released models tie the head to the embedding.
 """
@@ -54,11 +54,11 @@ class Qwen3Config:
     rope_scaling: Yarn | None = None
     """YaRN, if any."""
     rms_norm_eps: float = 1e-6
-    """Added to the mean square inside every norm."""
+    """Added to the mean square in every norm."""
     initializer_range: float = 0.02
     """Standard deviation of every initial matrix."""
     max_position_embeddings: int = 40_960
-    """Longest sequence that the model is meant for."""
+    """Longest sequence, in tokens."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding."""
 
@@ -73,13 +73,6 @@ class Qwen3Config:
         """What does not fit, a line each."""
         return shape_violations(self, {})
 
-    @property
-    def query_dim(self) -> int:
-        """Width of a head's query and key, and as `value_dim` of its value."""
-        return self.head_dim
-
-    value_dim = query_dim
-
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer routes: none does."""
         return False
@@ -88,10 +81,8 @@ class Qwen3Config:
     def from_hf(hf_fields: dict) -> "Qwen3Config":
         """Read the fields of a `config.json`; a ValueError names every fault."""
         kinds = hf_fields.get("layer_types")
-        num_kinds = len(kinds) if isinstance(kinds, list) else 1
-        full = None if kinds is None else ["full_attention"] * num_kinds
-        # The windows need `use_sliding_window`, which must be false.
-        neutral = ("sliding_window", "max_window_layers")
+        full = ["full_attention"] * len(kinds) if isinstance(kinds, list) else None
+        neutral = ("sliding_window", "max_window_layers")  # need `use_sliding_window`
         fixed = {**_FIXED_HF_FIELDS, "layer_types": full}
         read = HfConfigReader(hf_fields, "Qwen3", fixed=fixed, neutral=neutral)
         return read.config(Qwen3Config, {} if "head_dim" in hf_fields else {"head_dim": 128})
@@ -171,8 +162,6 @@ def qwen3_tensors(config: Qwen3Config, layer: int) -> list[CanonicalTensor]:
 
 _FIXED_HF_FIELDS = {
     "model_type": "qwen3",
-    "hidden_act": "silu",
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "use_sliding_window": False,
 }

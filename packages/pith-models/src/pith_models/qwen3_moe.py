@@ -69,16 +69,16 @@ class Qwen3MoeConfig:
     rope_scaling: Yarn | None = None
     """YaRN, if any."""
     rms_norm_eps: float = 1e-6
-    """Added to the mean square inside every norm."""
+    """Added to the mean square in every norm."""
     initializer_range: float = 0.02
     """Standard deviation of every initial matrix."""
     max_position_embeddings: int = 40_960
-    """Longest sequence that the model is meant for."""
+    """Longest sequence, in tokens."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding."""
 
     aligned_sizes = ("hidden_size", "moe_intermediate_size")
-    """Not a field: sizes in grouped products, which GPUs want in multiples of 8."""
+    """Not a field: sizes in grouped products."""
     has_window = False
     """Not a field: no layer slides."""
 
@@ -93,26 +93,14 @@ class Qwen3MoeConfig:
             )
         return faults
 
-    @property
-    def query_dim(self) -> int:
-        """Width of a head's query and key, and as `value_dim` of its value."""
-        return self.head_dim
-
-    value_dim = query_dim
-
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer (from 0) routes to experts."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "Qwen3MoeConfig":
-        """Read the fields of a `config.json`, in the spelling of transformers 4 or 5.
-
-        A ValueError names every key that is missing or unknown, or whose value has another type, is
-        out of range or not implemented.
-        """
-        # The windows need `use_sliding_window`, which must be false.
-        neutral = ("sliding_window", "max_window_layers")
+        """Read the fields of a `config.json`; a ValueError names every fault."""
+        neutral = ("sliding_window", "max_window_layers")  # need `use_sliding_window`
         read = HfConfigReader(hf_fields, "Qwen3-MoE", fixed=_FIXED_HF_FIELDS, neutral=neutral)
         hidden, heads = hf_fields.get("hidden_size"), hf_fields.get("num_attention_heads")
         default = 2  # `violations` names what is wrong with the others
@@ -219,14 +207,11 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig, layer: int) -> list[CanonicalTenso
     """Every tensor of a layer, in order."""
     H, D, E = config.hidden_size, config.head_dim, config.num_experts
     Q, KV = config.num_attention_heads * D, config.num_key_value_heads * D
+    shapes = {"q_proj": (Q, H), "k_proj": (KV, H), "v_proj": (KV, H)}
+    shapes |= {"q_norm": (D,), "k_norm": (D,), "o_proj": (H, Q)}
     plain: dict[str, tuple[str, tuple[int, ...]]] = {
         "self_attention.norm": ("input_layernorm", (H,)),
-        "self_attention.q_proj": ("self_attn.q_proj", (Q, H)),
-        "self_attention.k_proj": ("self_attn.k_proj", (KV, H)),
-        "self_attention.v_proj": ("self_attn.v_proj", (KV, H)),
-        "self_attention.q_norm": ("self_attn.q_norm", (D,)),
-        "self_attention.k_norm": ("self_attn.k_norm", (D,)),
-        "self_attention.o_proj": ("self_attn.o_proj", (H, Q)),
+        **{f"self_attention.{n}": (f"self_attn.{n}", shape) for n, shape in shapes.items()},
         "mlp_norm": ("post_attention_layernorm", (H,)),
     }
     if config.is_sparse(layer):
@@ -240,8 +225,6 @@ def qwen3_moe_tensors(config: Qwen3MoeConfig, layer: int) -> list[CanonicalTenso
 
 _FIXED_HF_FIELDS = {
     "model_type": "qwen3_moe",
-    "hidden_act": "silu",
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "use_sliding_window": False,
 }
