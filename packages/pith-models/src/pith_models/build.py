@@ -181,10 +181,10 @@ def _active_size(config: ModelConfig, tensor: CanonicalTensor) -> int:
 
 
 def forward_flops(config: ModelConfig, sequence_length: int) -> ForwardFlops:
-    """The operations of a token's forward pass in a sequence of this length.
+    """The operations of a token in a sequence of this length.
 
-    2 for each number of a matrix that the token meets and, in each head, for each number of the
-    keys and values that its query sees on average.
+    2 for each number of a matrix that it meets and, in each head, of the keys and values that its
+    query sees on average.
     """
     layers = []
     for layer in range(config.num_hidden_layers):
@@ -197,5 +197,4 @@ def forward_flops(config: ModelConfig, sequence_length: int) -> ForwardFlops:
         keys = span - span * (span - 1) / 2 / sequence_length
         attention = config.num_attention_heads * sum(head_dims(config)) * keys
         layers.append(2 * (sum(_active_size(config, t) for t in matrices) + attention))
-    head = 2.0 * config.hidden_size * config.vocab_size
-    return ForwardFlops(layers=tuple(layers), head=head)
+    return ForwardFlops(layers=tuple(layers), head=2.0 * config.hidden_size * config.vocab_size)

@@ -20,10 +20,7 @@ from torch.nn.functional import embedding
 
 
 class DecoderChunk(ModelChunk):
-    """Layers by global number, with the embedding if first and norm and head if last.
-
-    The last chunk of a tied model is given the first one's embedding.
-    """
+    """Layers by global number, with the embedding if first and norm and head if last."""
 
     def __init__(
         self,

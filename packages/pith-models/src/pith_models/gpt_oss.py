@@ -74,7 +74,7 @@ class GptOssConfig:
     rms_norm_eps: float = 1e-5
     """Added to the mean square in every norm."""
     swiglu_limit: float = 7.0
-    """Bound of an expert's gate from above, and of its up projection on both sides."""
+    """Upper bound of an expert's gate; its up projection is bounded on both sides."""
     swiglu_alpha: float = 1.702
     """Factor of the gate inside its sigmoid."""
     initializer_range: float = 0.02

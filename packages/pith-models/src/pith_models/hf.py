@@ -306,7 +306,6 @@ class _Header:
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors names it."""
 
 
 def _read_headers(folder: Path) -> dict[str, _Header]:
@@ -449,7 +448,6 @@ class _Place:
 
     path: Path
     offset: int
-    """In bytes."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 

@@ -63,11 +63,8 @@ class Qwen3Config:
     """Whether the head is the embedding."""
 
     num_experts = num_experts_per_tok = 0
-    """Not fields: every layer is dense."""
-    aligned_sizes = ()
-    """Not a field: there are no grouped products."""
-    has_window = False
-    """Not a field: no layer slides."""
+    aligned_sizes, has_window = (), False
+    """Not fields: every layer is dense and none slides."""
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
@@ -81,9 +78,9 @@ class Qwen3Config:
     def from_hf(hf_fields: dict) -> "Qwen3Config":
         """Read the fields of a `config.json`; a ValueError names every fault."""
         kinds = hf_fields.get("layer_types")
-        full = ["full_attention"] * len(kinds) if isinstance(kinds, list) else None
+        full = ["full_attention"] * (len(kinds) if isinstance(kinds, list) else 1)
         neutral = ("sliding_window", "max_window_layers")  # need `use_sliding_window`
-        fixed = {**_FIXED_HF_FIELDS, "layer_types": full}
+        fixed = {**_FIXED_HF_FIELDS, "layer_types": full if kinds else kinds}
         read = HfConfigReader(hf_fields, "Qwen3", fixed=fixed, neutral=neutral)
         return read.config(Qwen3Config, {} if "head_dim" in hf_fields else {"head_dim": 128})
 

@@ -78,9 +78,8 @@ class Qwen3MoeConfig:
     """Whether the head is the embedding."""
 
     aligned_sizes = ("hidden_size", "moe_intermediate_size")
-    """Not a field: sizes in grouped products."""
     has_window = False
-    """Not a field: no layer slides."""
+    """Not fields: sizes in grouped products, and that no layer slides."""
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
