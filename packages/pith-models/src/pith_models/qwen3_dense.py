@@ -80,7 +80,7 @@ class Qwen3Config:
         kinds = hf_fields.get("layer_types")
         full = ["full_attention"] * (len(kinds) if isinstance(kinds, list) else 1)
         neutral = ("sliding_window", "max_window_layers")  # need `use_sliding_window`
-        fixed = {**_FIXED_HF_FIELDS, "layer_types": full if kinds else kinds}
+        fixed = {**_FIXED_HF_FIELDS, "layer_types": None if kinds is None else full}
         read = HfConfigReader(hf_fields, "Qwen3", fixed=fixed, neutral=neutral)
         return read.config(Qwen3Config, {} if "head_dim" in hf_fields else {"head_dim": 128})
 
