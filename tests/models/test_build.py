@@ -251,6 +251,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling.rope_type"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type = ['llama3']"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling: ['factor'] have no meaning"),
+        ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn': must be an object or null"),
+        ({"rope_parameters": [4.0]}, "rope_parameters = [4.0]: must be an object or null"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type = "),
+        ({"rope_theta": [1e4]}, "model.rope_theta is (10000.0,), of type tuple: allowed is float"),
+        ({"quantization_config": "fp8"}, "quantization_config = 'fp8': must be an object or null"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "one value needed, found [10000.0, 1000000.0]"),
         ({"num_local_experts": 64}, "num_experts, num_local_experts: one value needed"),
         (

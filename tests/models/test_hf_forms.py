@@ -19,7 +19,7 @@ from pith_models.hf import (
     Rows,
     SkippedKeys,
     export_tensors,
-    gated_expert_tensors,
+    gated_tensors,
     read_hf_config,
 )
 from safetensors.torch import load_file, save_file
@@ -151,7 +151,7 @@ def test_both_expert_layouts_give_the_same_bits(tmp_path: Path):
 
 
 def test_a_stack_in_both_layouts_is_refused(tmp_path: Path):
-    layout = gated_expert_tensors("experts", STEM, E, 40, H)
+    layout = gated_tensors(0, "experts_", "mlp.experts", 40, H, E)
     fused = {f"{STEM}.gate_up_proj": draw(E, 80, H), f"{STEM}.down_proj": draw(E, H, 40)}
     extra = {f"{STEM}.1.up_proj.weight": draw(40, H)}
     read(tmp_path, layout, fused)
@@ -244,7 +244,7 @@ def test_fp8_is_decoded_as_transformers_does(tmp_path: Path):
     layout = [
         CanonicalTensor("q", (128, 384), ("q.weight",)),
         CanonicalTensor("norm", (384,), ("norm.weight",)),
-        *gated_expert_tensors("experts", STEM, E, width, hidden),
+        *gated_tensors(0, "experts_", "mlp.experts", width, hidden, E),
     ]
     theirs = {"norm.weight": draw(384)}
     for tensor in layout:
@@ -275,8 +275,8 @@ def test_fp8_is_decoded_as_transformers_does(tmp_path: Path):
     }
     ours = read(tmp_path / "fused", layout, fused)
     expected = decoded(stacked, grids).float()
-    assert torch.equal(ours["experts_gate_proj"], expected[:, :width])
-    assert torch.equal(ours["experts_up_proj"], expected[:, width:])
+    assert torch.equal(ours["layers.0.experts_gate_proj"], expected[:, :width])
+    assert torch.equal(ours["layers.0.experts_up_proj"], expected[:, width:])
 
 
 def test_ragged_fp8_blocks(tmp_path: Path):

@@ -320,8 +320,8 @@ def _model_violations(config: RunConfig, own: list[str]) -> list[str]:
         found += [
             f"model.{name} is {size}: allowed are multiples of 8 in bf16 on a GPU; "
             f"set --model.{name.replace('_', '-')} {size + 8 - size % 8}"
-            for name, size in model.aligned_sizes.items()
-            if size % 8 and _sound(own, f"model.{name}")
+            for name, size in asdict(model).items()
+            if name in model.aligned_sizes and size % 8 and _sound(own, f"model.{name}")
         ]
     sound = _sound(own, "model.max_position_embeddings", "train.sequence_length")
     if sound and length > model.max_position_embeddings:

@@ -11,7 +11,7 @@ from pith_engine.fsdp import shard_axes
 from pith_engine.lr import reaches_peak
 from pith_engine.mesh import Mesh, describe_mesh
 from pith_engine.partition import chunk_costs, describe_partition, layers_per_chunk
-from pith_models.build import forward_flops, parameter_counts
+from pith_models.build import forward_flops, head_dims, parameter_counts
 from pith_ops.attention import AttentionBackend, choose_attention_backend
 
 from pith_apps.config import RunConfig, torch_dtype
@@ -43,8 +43,7 @@ def chosen_attention(config: RunConfig) -> AttentionBackend:
         config.train.attention,
         torch.device(config.train.device),
         torch_dtype(config.train.dtype),
-        config.model.query_dim,
-        config.model.value_dim,
+        *head_dims(config.model),
         packed=False,
         window=config.model.has_window,
     )

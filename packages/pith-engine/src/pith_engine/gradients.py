@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from pith_engine.contract import Batch
 from pith_engine.fsdp import ShardedParameter
@@ -69,9 +69,9 @@ class NanFinder(TorchFunctionMode):
     ) -> Any:
         """Run an operation and look at its result."""
         made = function(*args, **(kwargs or {}))
-        name = str(function.__name__)
         # Memory that is not written yet may hold anything.
-        if "empty" not in name and _has_nan(made) and not _has_nan([args, kwargs]):
+        if "empty" not in repr(function) and _has_nan(made) and not _has_nan([args, kwargs]):
+            name = resolve_name(function) or repr(function)
             raise FloatingPointError(f"{name} makes a NaN of operands without one")
         return made
 

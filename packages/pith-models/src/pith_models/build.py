@@ -15,27 +15,11 @@ from pith_ops.attention import AttentionBackend
 from torch import nn
 
 from pith_models.chunk import DecoderChunk
-from pith_models.deepseek import (
-    DeepseekConfig,
-    DeepseekLayer,
-    deepseek_layer_flops,
-    deepseek_skipped_keys,
-    deepseek_tensors,
-)
-from pith_models.gpt_oss import (
-    GptOssConfig,
-    GptOssLayer,
-    gpt_oss_layer_flops,
-    gpt_oss_tensors,
-)
+from pith_models.deepseek import DeepseekConfig, DeepseekLayer, deepseek_tensors
+from pith_models.gpt_oss import GptOssConfig, GptOssLayer, gpt_oss_tensors
 from pith_models.hf import CanonicalTensor, SkippedKeys
-from pith_models.qwen3_dense import Qwen3Config, Qwen3Layer, qwen3_layer_flops, qwen3_tensors
-from pith_models.qwen3_moe import (
-    Qwen3MoeConfig,
-    qwen3_moe_layer,
-    qwen3_moe_layer_flops,
-    qwen3_moe_tensors,
-)
+from pith_models.qwen3_dense import Qwen3Config, Qwen3Layer, qwen3_tensors
+from pith_models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeLayer, qwen3_moe_tensors
 
 ModelConfig: TypeAlias = Qwen3MoeConfig | Qwen3Config | DeepseekConfig | GptOssConfig
 """The configuration of any family."""
@@ -91,11 +75,8 @@ def build_chunks(
         tied = config.tie_word_embeddings and is_last
         chunks.append(
             DecoderChunk(
+                config,
                 layers,
-                vocab_size=config.vocab_size,
-                hidden_size=config.hidden_size,
-                initial_std=config.initializer_range,
-                norm_epsilon=config.rms_norm_eps,
                 norm_rounds_once=isinstance(config, GptOssConfig),
                 is_first=chunk == 0,
                 is_last=is_last,
@@ -108,16 +89,13 @@ def build_chunks(
 def _decoder_layer(
     config: ModelConfig, layer: int, mesh: Mesh, backend: AttentionBackend
 ) -> nn.Module:
-    experts = config.num_experts // mesh.ep.size
+    experts = config.num_experts // mesh.ep.size if config.is_sparse(layer) else 0
     match config:
         case Qwen3MoeConfig():
-            return qwen3_moe_layer(
-                config, layer, num_local_experts=experts, attention_backend=backend, cp=mesh.cp
-            )
+            return Qwen3MoeLayer(config, experts, backend, mesh.cp)
         case Qwen3Config():
             return Qwen3Layer(config, backend, mesh.cp)
         case DeepseekConfig():
-            experts = experts if config.is_sparse(layer) else 0
             return DeepseekLayer(config, experts, backend, mesh.cp)
         case GptOssConfig():
             return GptOssLayer(config, layer, experts, backend, mesh.cp)
@@ -125,24 +103,41 @@ def _decoder_layer(
 
 def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
     """Every tensor of the whole model, in order."""
+    shape, head = (config.vocab_size, config.hidden_size), "lm_head.weight"
+    tied, embedding = config.tie_word_embeddings, ("model.embed_tokens.weight",)
+    tensors = [CanonicalTensor("embedding", shape, embedding, copy=head if tied else None)]
+    for layer in range(config.num_hidden_layers):
+        tensors += _layer_tensors(config, layer)
+    tensors.append(CanonicalTensor("final_norm", shape[1:], ("model.norm.weight",)))
+    return (*tensors, *([] if tied else [CanonicalTensor("head", shape, (head,))]))
+
+
+def _layer_tensors(config: ModelConfig, layer: int) -> list[CanonicalTensor]:
     match config:
         case Qwen3MoeConfig():
-            return qwen3_moe_tensors(config)
+            return qwen3_moe_tensors(config, layer)
         case Qwen3Config():
-            return qwen3_tensors(config)
+            return qwen3_tensors(config, layer)
         case DeepseekConfig():
-            return deepseek_tensors(config)
+            return deepseek_tensors(config, layer)
         case GptOssConfig():
-            return gpt_oss_tensors(config)
+            return gpt_oss_tensors(config, layer)
 
 
 def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
     """Keys of the family's Hugging Face files that are left out on purpose."""
-    match config:
-        case Qwen3MoeConfig() | Qwen3Config() | GptOssConfig():
-            return ()
-        case DeepseekConfig():
-            return deepseek_skipped_keys(config)
+    if not isinstance(config, DeepseekConfig) or not config.is_v3:
+        return ()
+    # V3's files hold a layer of multi-token prediction after the last.
+    prefix = f"model.layers.{config.num_hidden_layers}."
+    return (SkippedKeys(prefix, "multi-token prediction is not implemented"),)
+
+
+def head_dims(config: ModelConfig) -> tuple[int, int]:
+    """Width of a head's query and key, and of its value."""
+    if isinstance(config, DeepseekConfig):
+        return config.query_dim, config.v_head_dim
+    return config.head_dim, config.head_dim
 
 
 def model_config_from_hf(fields: dict) -> ModelConfig:
@@ -163,31 +158,36 @@ def model_config_from_hf(fields: dict) -> ModelConfig:
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
     """Count parameters from the shapes alone."""
-    total = active = 0
-    for tensor in canonical_tensors(config):
-        size = prod(tensor.shape)
-        total += size
-        if tensor.is_expert_stack:
-            size = size // config.num_experts * config.num_experts_per_tok
-        active += size
-    return ParameterCounts(total=total, active=active)
+    tensors = canonical_tensors(config)
+    return ParameterCounts(
+        total=sum(prod(tensor.shape) for tensor in tensors),
+        active=sum(_active_size(config, tensor) for tensor in tensors),
+    )
+
+
+def _active_size(config: ModelConfig, tensor: CanonicalTensor) -> int:
+    """Its numbers that one token meets."""
+    size = prod(tensor.shape)
+    if tensor.is_expert_stack:
+        return size // config.num_experts * config.num_experts_per_tok
+    return size
 
 
 def forward_flops(config: ModelConfig, sequence_length: int) -> ForwardFlops:
-    """The operations of a token's forward pass in a sequence of this length."""
-    layers = tuple(
-        _layer_flops(config, layer, sequence_length) for layer in range(config.num_hidden_layers)
-    )
-    return ForwardFlops(layers=layers, head=2.0 * config.hidden_size * config.vocab_size)
+    """The operations of a token in a sequence of this length.
 
-
-def _layer_flops(config: ModelConfig, layer: int, sequence_length: int) -> float:
-    match config:
-        case Qwen3MoeConfig():
-            return qwen3_moe_layer_flops(config, layer, sequence_length)
-        case Qwen3Config():
-            return qwen3_layer_flops(config, sequence_length)
-        case DeepseekConfig():
-            return deepseek_layer_flops(config, layer, sequence_length)
-        case GptOssConfig():
-            return gpt_oss_layer_flops(config, layer, sequence_length)
+    2 for each number of a matrix that it meets and, in each head, of the keys and values that its
+    query sees on average.
+    """
+    layers = []
+    for layer in range(config.num_hidden_layers):
+        tensors = _layer_tensors(config, layer)
+        matrices = [t for t in tensors if len(t.shape) - t.is_expert_stack > 1]
+        span = sequence_length
+        if isinstance(config, GptOssConfig) and config.is_sliding(layer):
+            span = min(config.sliding_window, span)
+        # The first `span` queries see 1, 2, ... keys, the others `span` each.
+        keys = span - span * (span - 1) / 2 / sequence_length
+        attention = config.num_attention_heads * sum(head_dims(config)) * keys
+        layers.append(2 * (sum(_active_size(config, t) for t in matrices) + attention))
+    return ForwardFlops(layers=tuple(layers), head=2.0 * config.hidden_size * config.vocab_size)

@@ -1,4 +1,4 @@
-"""What all families have around their decoder layers: embedding, final norm, head.
+"""What all families have around their layers: embedding, positions, final norm, head.
 
     hidden = embedding[tokens]     ...layers...     loss = sum cross_entropy(n(hidden) W_head^T)
 
@@ -7,45 +7,42 @@ parameter that gets both gradients; rank 0 holds the first chunk and the last, s
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, Role, declare
 from pith_ops.cross_entropy import linear_cross_entropy
+from pith_ops.device import accumulation_dtype
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
+from pith_ops.rope import rope_frequencies, rope_table
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 
 class DecoderChunk(ModelChunk):
-    """Layers by global number, with the embedding if first and norm and head if last.
-
-    The last chunk of a tied model is given the first one's embedding.
-    """
+    """Layers by global number, with the embedding if first and norm and head if last."""
 
     def __init__(
         self,
+        config: Any,
         layers: Mapping[int, nn.Module],
         *,
-        vocab_size: int,
-        hidden_size: int,
-        initial_std: float,
-        norm_epsilon: float,
         norm_rounds_once: bool,
         is_first: bool,
         is_last: bool,
         tied_embedding: Tensor | None,
     ):
         super().__init__(is_first=is_first, is_last=is_last)
-        self.norm_epsilon, self.norm_rounds_once = norm_epsilon, norm_rounds_once
-        shape = (vocab_size, hidden_size)
+        self.config, self.norm_rounds_once = config, norm_rounds_once
+        shape, std = (config.vocab_size, config.hidden_size), config.initializer_range
         if is_first:
-            self.embedding = declare(shape, Role.EMBEDDING, std=initial_std)
+            self.embedding = declare(shape, Role.EMBEDDING, std=std)
         for number, layer in layers.items():
             self.layers[str(number)] = layer
         if is_last:
-            self.final_norm = declare((hidden_size,), Role.NORM)
+            self.final_norm = declare(shape[1:], Role.NORM)
             untied = tied_embedding is None
-            self.head = declare(shape, Role.HEAD, std=initial_std) if untied else tied_embedding
+            self.head = declare(shape, Role.HEAD, std=std) if untied else tied_embedding
 
     def embed(self, batch: Batch) -> Tensor:
         """Token ids `[T]` -> hidden `[T, H]`."""
@@ -60,6 +57,12 @@ class DecoderChunk(ModelChunk):
         return linear(self._normed(hidden), self.head)
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        return rms_norm(
-            hidden, self.final_norm, self.norm_epsilon, rounds_once=self.norm_rounds_once
-        )
+        epsilon, once = self.config.rms_norm_eps, self.norm_rounds_once
+        return rms_norm(hidden, self.final_norm, epsilon, rounds_once=once)
+
+
+def rotary_table(config: Any, dim: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[T, dim / 2]` of the positions, in fp32 or wider."""
+    theta, yarn, wide = config.rope_theta, config.rope_scaling, accumulation_dtype(hidden.dtype)
+    frequencies = rope_frequencies(dim, theta, yarn=yarn, dtype=wide, device=hidden.device)
+    return rope_table(batch.positions, frequencies, yarn.table_scale if yarn else 1.0)

@@ -22,28 +22,26 @@ The traps: rotary pairs are (2i, 2i + 1); norms of low ranks have epsilon 1e-6 w
 V2 never normalises; the V2 models do not either, and for other settings V3's rule holds here.
 """
 
-from dataclasses import asdict, dataclass, fields
-from math import prod
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from pith_engine.context_parallel import latent_attention
 from pith_engine.contract import Batch, Role, Routing, declare
 from pith_engine.mesh import Axis
-from pith_engine.violations import size_violations
 from pith_ops.attention import AttentionBackend
-from pith_ops.device import accumulation_dtype
 from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope, rope_frequencies, rope_table
+from pith_ops.rope import Yarn, apply_rope
 from pith_ops.routing import ExpertGroups, router_logits, sigmoid_topk, softmax_topk
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
-from pith_models.hf import CanonicalTensor, SkippedKeys, gated_expert_tensors
-from pith_models.hf_config import HfConfigReader, rope_hf_fields
+from pith_models.chunk import rotary_table
+from pith_models.hf import CanonicalTensor, gated_tensors, layer_tensors
+from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
 
 _LOW_RANK_EPSILON = 1e-6
 
@@ -53,7 +51,7 @@ class DeepseekConfig:
     """A DeepSeek-V2 or V3 model, under Hugging Face's field names."""
 
     vocab_size: int
-    """Rows of the embedding and of the head; may exceed the tokenizer's vocabulary."""
+    """Rows of embedding and head."""
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
@@ -79,12 +77,11 @@ class DeepseekConfig:
     n_routed_experts: int
     """Experts of a sparse layer, over all ranks."""
     n_shared_experts: int
-    """Experts' widths in the MLP that every token of a sparse layer goes through; 0: none."""
+    """Experts' widths in the one shared MLP of a sparse layer; 0: none."""
     num_experts_per_tok: int
-    """Top-k: experts that each token is sent to."""
+    """Top-k: experts of a token."""
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"]
-    """V2's softmax gate without or with groups, or V3's sigmoid gate with groups and a bias that
-    only selects."""
+    """V2's softmax gate without or with groups, or V3's sigmoid gate, groups and selection bias."""
     n_group: int = 1
     """Groups of neighbouring experts."""
     topk_group: int = 1
@@ -98,33 +95,31 @@ class DeepseekConfig:
     rope_scaling: Yarn | None = None
     """YaRN, if any; its `mscale_all_dim` also scales the softmax."""
     rms_norm_eps: float = 1e-6
-    """Added to the mean square inside the norms of the residual stream."""
+    """Added to the mean square in the norms of the residual stream."""
     initializer_range: float = 0.02
     """Standard deviation of every initial matrix."""
     max_position_embeddings: int = 163_840
-    """Longest sequence that the model is meant for."""
+    """Longest sequence, in tokens."""
     tie_word_embeddings: bool = False
-    """Whether the head is the embedding: one parameter, whose gradient sums both uses."""
+    """Whether the head is the embedding."""
+
+    aligned_sizes = ("hidden_size", "moe_intermediate_size")
+    has_window = False
+    """Not fields: sizes in grouped products, and that no layer slides."""
 
     def violations(self) -> list[str]:
-        """What is out of range or does not fit, a line each."""
-        faults = size_violations(self, may_be_zero=("first_k_dense_replace", "n_shared_experts"))
-        sound, experts = not faults, self.n_routed_experts
+        """What does not fit, a line each."""
+        experts, groups = self.n_routed_experts, self.n_group
+        limits = {
+            "num_experts_per_tok": "n_routed_experts",
+            "first_k_dense_replace": "num_hidden_layers",
+            "topk_group": "n_group",
+        }
+        may_be_zero = ("first_k_dense_replace", "n_shared_experts")
+        faults = shape_violations(self, limits, may_be_zero=may_be_zero)
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             faults.append(f"model.q_lora_rank = {self.q_lora_rank}: must be at least 1, or None")
-        if self.qk_rope_head_dim % 2:
-            faults.append(f"model.qk_rope_head_dim = {self.qk_rope_head_dim}: must be even")
-        if self.rope_scaling is not None:
-            faults += self.rope_scaling.violations("model.rope_scaling")
-        layers, groups = self.num_hidden_layers, self.n_group
-        for name, value, limit, most in (
-            ("num_experts_per_tok", self.num_experts_per_tok, "n_routed_experts", experts),
-            ("first_k_dense_replace", self.first_k_dense_replace, "num_hidden_layers", layers),
-            ("topk_group", self.topk_group, "n_group", groups),
-        ):
-            if value > most:
-                faults.append(f"model.{name} = {value}: must be at most {limit} = {most}")
-        if not sound:
+        if min(experts, groups) < 1:
             return faults
         size, rest = divmod(experts, groups)
         least, path = 2 if self.is_v3 else 1, f"model.n_group = {groups}: must"
@@ -157,88 +152,39 @@ class DeepseekConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
-    def value_dim(self) -> int:
-        """Width of a head's value."""
-        return self.v_head_dim
-
-    @property
-    def has_window(self) -> bool:
-        """Whether any layer attends within a sliding window."""
-        return False
-
-    @property
     def softmax_scale(self) -> float:
         """What query times key is multiplied by."""
         yarn = self.rope_scaling
-        return self.query_dim**-0.5 * (1.0 if yarn is None else yarn.softmax_scale)
-
-    @property
-    def expert_groups(self) -> ExpertGroups | None:
-        """The limit on a token's experts, if it is one."""
-        if self.n_group == self.topk_group:
-            return None
-        return ExpertGroups(self.n_group, self.topk_group, 2 if self.is_v3 else 1)
-
-    @property
-    def aligned_sizes(self) -> dict[str, int]:
-        """Field -> value of the sizes in grouped products, which GPUs want in multiples of 8."""
-        return {
-            "hidden_size": self.hidden_size,
-            "moe_intermediate_size": self.moe_intermediate_size,
-        }
+        return self.query_dim**-0.5 * (yarn.softmax_scale if yarn else 1.0)
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer of this global number routes its tokens to experts."""
+        """Whether the layer (from 0) routes to experts."""
         return layer >= self.first_k_dense_replace
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "DeepseekConfig":
-        """Read the fields of a `config.json`, in the spelling of transformers 4 or 5.
-
-        A ValueError names every key that is missing or unknown, or whose value has another type, is
-        out of range or not implemented.
-        """
+        """Read the fields of a `config.json`; a ValueError names every fault."""
         is_v3 = hf_fields.get("model_type") == "deepseek_v3"
         methods = ("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")
         # transformers' V3 knows one method only and does not name it.
         method = hf_fields.get("topk_method", methods[0])
         fixed = {
-            **_FIXED_HF_FIELDS,
-            **_version_hf_fields(is_v3),
-            "num_key_value_heads": hf_fields.get("num_attention_heads"),
+            **_fixed_hf_fields(is_v3, hf_fields.get("num_attention_heads")),
             "topk_method": method if method in methods else " or ".join(methods),
         }
         read = HfConfigReader(hf_fields, "DeepSeek", fixed=fixed, neutral=_NEUTRAL_HF_FIELDS)
-        theta, scaling = read.rope()
-        plain = {name: read.required(name) for name in _PLAIN_HF_FIELDS}
-        low_rank, shared = read.nullable("q_lora_rank"), read.nullable("n_shared_experts")
-        for name in ("n_group", "topk_group"):  # absent: eight and four to transformers' V3
-            plain[name] = read.required(name) if is_v3 else read.optional(name, 1)
-        tied = read.optional("tie_word_embeddings", False)
-        read.raise_faults()
-        return read.checked(
-            DeepseekConfig(
-                **plain,
-                topk_method=method,
-                q_lora_rank=low_rank,
-                n_shared_experts=shared or 0,
-                rope_theta=theta,
-                rope_scaling=scaling,
-                tie_word_embeddings=tied,
-            )
-        )
+        # transformers has other values in the place of absent ones.
+        nulls = {"q_lora_rank": None, "n_shared_experts": 0}
+        own = {name: read.optional(name, null) for name, null in nulls.items() if name in hf_fields}
+        if not is_v3:
+            own |= {name: read.optional(name, 1) for name in ("n_group", "topk_group")}
+        return read.config(DeepseekConfig, {"topk_method": method, **own})
 
     def to_hf(self) -> dict:
-        """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
-        return {
-            "architectures": [f"DeepseekV{3 if self.is_v3 else 2}ForCausalLM"],
-            **_FIXED_HF_FIELDS,
-            **_version_hf_fields(self.is_v3),
-            **asdict(self),
-            **rope_hf_fields(self.rope_theta, self.rope_scaling),
-            "num_key_value_heads": self.num_attention_heads,
-            "num_nextn_predict_layers": 0,
-        }
+        """The fields of a `config.json`."""
+        fixed = _fixed_hf_fields(self.is_v3, self.num_attention_heads)
+        written = written_hf_fields(self, f"DeepseekV{3 if self.is_v3 else 2}", fixed)
+        return {**written, "num_nextn_predict_layers": 0}
 
 
 class DeepseekAttention(nn.Module):
@@ -264,7 +210,7 @@ class DeepseekAttention(nn.Module):
 
     def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         """`[T, H]` -> `[T, H]`, the input added."""
-        config, yarn = self.config, self.config.rope_scaling
+        config = self.config
         rotary_dim, nope_dim = config.qk_rope_head_dim, config.qk_nope_head_dim
         normed = rms_norm(hidden, self.norm, config.rms_norm_eps)
         # 1. Query per head, latent, and the rotary key that the heads share.
@@ -277,24 +223,14 @@ class DeepseekAttention(nn.Module):
         latent, key = linear(normed, self.kv_a_proj).split((config.kv_lora_rank, rotary_dim), 1)
         latent = rms_norm(latent, self.kv_a_norm, _LOW_RANK_EPSILON)
         # 2. Rotate the rotary parts by their positions.
-        wide = accumulation_dtype(hidden.dtype)
-        frequencies = rope_frequencies(
-            rotary_dim, config.rope_theta, yarn=yarn, dtype=wide, device=hidden.device
-        )
-        cos, sin = rope_table(batch.positions, frequencies, yarn.table_scale if yarn else 1.0)
+        cos, sin = rotary_table(config, rotary_dim, hidden, batch)
         key = apply_rope(key[:, None], cos, sin, interleaved=True)[:, 0]
         rotated = apply_rope(query[..., nope_dim:], cos, sin, interleaved=True)
         query = torch.cat([query[..., :nope_dim], rotated], -1)
         # 3. Attend within each sequence, project back, add the residual.
+        up, scale = self.kv_b_proj, config.softmax_scale
         out = latent_attention(
-            query,
-            latent,
-            key,
-            self.kv_b_proj,
-            batch,
-            self.cp,
-            scale=config.softmax_scale,
-            backend=self.backend,
+            query, latent, key, up, batch, self.cp, scale=scale, backend=self.backend
         )
         return hidden + linear(out.flatten(1), self.o_proj)
 
@@ -340,20 +276,20 @@ class DeepseekLayer(nn.Module):
         if not self.num_local_experts:
             return tokens, residual, None
         logits = router_logits(tokens, self.router)
-        ids, weights, scores = self._choose(logits, chosen)
+        args = (logits, config.num_experts_per_tok, config.norm_topk_prob)
+        groups, scaling = None, config.routed_scaling_factor
+        if config.n_group > config.topk_group:
+            groups = ExpertGroups(config.n_group, config.topk_group, 2 if config.is_v3 else 1)
+        if config.is_v3:
+            bias = self.router_bias
+            picked = sigmoid_topk(*args, groups=groups, scaling=scaling, chosen=chosen, bias=bias)
+        else:
+            picked = softmax_topk(*args, groups=groups, scaling=scaling, chosen=chosen)
+        ids, weights, scores = picked
         if config.n_shared_experts:
             residual = residual + self._mlp(tokens, None)
         routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits)
         return tokens, residual, routing
-
-    def _choose(self, logits: Tensor, chosen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
-        args = (logits, config.num_experts_per_tok, config.norm_topk_prob)
-        groups, scaling = config.expert_groups, config.routed_scaling_factor
-        if config.is_v3:
-            bias = self.router_bias
-            return sigmoid_topk(*args, groups=groups, scaling=scaling, chosen=chosen, bias=bias)
-        return softmax_topk(*args, groups=groups, scaling=scaling, chosen=chosen)
 
     def _mlp(self, tokens: Tensor, weight_grads: WeightGradQueue | None) -> Tensor:
         gate_up = linear(tokens, self.mlp_gate_up, weight_grads=weight_grads)
@@ -373,109 +309,52 @@ class DeepseekLayer(nn.Module):
         return residual + combined
 
 
-def deepseek_tensors(config: DeepseekConfig) -> tuple[CanonicalTensor, ...]:
-    """Every tensor of the whole model, in order."""
-    V, H, head = config.vocab_size, config.hidden_size, "lm_head.weight"
-    tied = config.tie_word_embeddings
-    embedding_keys, copies = ("model.embed_tokens.weight",), (head,) if tied else ()
-    tensors = [CanonicalTensor("embedding", (V, H), embedding_keys, copies=copies)]
-    for layer in range(config.num_hidden_layers):
-        tensors += _layer_tensors(config, layer)
-    tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
-    if not tied:
-        tensors.append(CanonicalTensor("head", (V, H), (head,)))
-    return tuple(tensors)
-
-
-def _layer_tensors(config: DeepseekConfig, layer: int) -> list[CanonicalTensor]:
-    ours, theirs, H = f"layers.{layer}", f"model.layers.{layer}", config.hidden_size
-    R, heads, E = config.kv_lora_rank, config.num_attention_heads, config.num_experts
-    q_rank, q_width = config.q_lora_rank, heads * config.query_dim
-    kv_a_rows = R + config.qk_rope_head_dim
+def deepseek_tensors(config: DeepseekConfig, layer: int) -> list[CanonicalTensor]:
+    """Every tensor of a layer, in order."""
+    H, R, E = config.hidden_size, config.kv_lora_rank, config.num_experts
+    heads, q_rank = config.num_attention_heads, config.q_lora_rank
+    q_width, kv_a_rows = heads * config.query_dim, R + config.qk_rope_head_dim
     kv_width = heads * (config.qk_nope_head_dim + config.v_head_dim)
-    plain: list[tuple[str, tuple[int, ...], str]] = [
-        ("self_attention.norm", (H,), "input_layernorm"),
-        ("self_attention.kv_a_proj", (kv_a_rows, H), "self_attn.kv_a_proj_with_mqa"),
-        ("self_attention.kv_a_norm", (R,), "self_attn.kv_a_layernorm"),
-        ("self_attention.kv_b_proj", (kv_width, R), "self_attn.kv_b_proj"),
-        ("self_attention.o_proj", (H, heads * config.v_head_dim), "self_attn.o_proj"),
-        ("mlp_norm", (H,), "post_attention_layernorm"),
-    ]
+    plain: dict[str, tuple[str, tuple[int, ...]]] = {
+        "self_attention.norm": ("input_layernorm", (H,)),
+        "self_attention.kv_a_proj": ("self_attn.kv_a_proj_with_mqa", (kv_a_rows, H)),
+        "self_attention.kv_a_norm": ("self_attn.kv_a_layernorm", (R,)),
+        "self_attention.kv_b_proj": ("self_attn.kv_b_proj", (kv_width, R)),
+        "self_attention.o_proj": ("self_attn.o_proj", (H, heads * config.v_head_dim)),
+        "mlp_norm": ("post_attention_layernorm", (H,)),
+    }
     if q_rank is None:
-        plain.append(("self_attention.q_proj", (q_width, H), "self_attn.q_proj"))
+        plain["self_attention.q_proj"] = "self_attn.q_proj", (q_width, H)
     else:
-        plain += [
-            ("self_attention.q_a_proj", (q_rank, H), "self_attn.q_a_proj"),
-            ("self_attention.q_a_norm", (q_rank,), "self_attn.q_a_layernorm"),
-            ("self_attention.q_b_proj", (q_width, q_rank), "self_attn.q_b_proj"),
-        ]
-    is_sparse, mlp, width = config.is_sparse(layer), "mlp", config.intermediate_size
-    if is_sparse:
-        plain.append(("router", (E, H), "mlp.gate"))
-        mlp, width = "mlp.shared_experts", config.n_shared_experts * config.moe_intermediate_size
-    if width:
-        shapes = {"gate_proj": (width, H), "up_proj": (width, H), "down_proj": (H, width)}
-        plain += [(f"mlp_{name}", shape, f"{mlp}.{name}") for name, shape in shapes.items()]
-    tensors = [
-        CanonicalTensor(f"{ours}.{name}", shape, (f"{theirs}.{key}.weight",))
-        for name, shape, key in plain
-    ]
-    if is_sparse and config.is_v3:
-        bias = (f"{theirs}.mlp.gate.e_score_correction_bias",)
-        tensors.append(CanonicalTensor(f"{ours}.router_bias", (E,), bias, keeps_float32=True))
-    if is_sparse:
-        stem, width = f"{theirs}.mlp.experts", config.moe_intermediate_size
-        tensors += gated_expert_tensors(f"{ours}.experts", stem, E, width, H)
-    return tensors
+        plain["self_attention.q_a_proj"] = "self_attn.q_a_proj", (q_rank, H)
+        plain["self_attention.q_a_norm"] = "self_attn.q_a_layernorm", (q_rank,)
+        plain["self_attention.q_b_proj"] = "self_attn.q_b_proj", (q_width, q_rank)
+    if not config.is_sparse(layer):
+        gated = gated_tensors(layer, "mlp_", "mlp", config.intermediate_size, H)
+        return layer_tensors(layer, plain) + gated
+    plain["router"] = "mlp.gate", (E, H)
+    tensors, width = layer_tensors(layer, plain), config.moe_intermediate_size
+    if shared := config.n_shared_experts * width:
+        tensors += gated_tensors(layer, "mlp_", "mlp.shared_experts", shared, H)
+    if config.is_v3:
+        bias = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias",)
+        name = f"layers.{layer}.router_bias"
+        tensors.append(CanonicalTensor(name, (E,), bias, keeps_float32=True))
+    return tensors + gated_tensors(layer, "experts_", "mlp.experts", width, H, E)
 
 
-def deepseek_skipped_keys(config: DeepseekConfig) -> tuple[SkippedKeys, ...]:
-    """The layer of multi-token prediction that V3's files hold after the last."""
-    if not config.is_v3:
-        return ()
-    prefix = f"model.layers.{config.num_hidden_layers}."
-    return (SkippedKeys(prefix, "multi-token prediction is not implemented"),)
-
-
-def deepseek_layer_flops(config: DeepseekConfig, layer: int, sequence_length: int) -> float:
-    """Forward operations of one layer per token, causal attention counted by half."""
-    products = 0.0
-    for tensor in _layer_tensors(config, layer):
-        if len(tensor.shape) > 1:
-            share = config.num_experts_per_tok / config.num_experts
-            products += prod(tensor.shape) * (share if tensor.is_expert_stack else 1)
-    width = config.num_attention_heads * (config.query_dim + config.v_head_dim)
-    return 2 * products + 2 * width * (sequence_length + 1) / 2
-
-
-def _version_hf_fields(is_v3: bool) -> dict[str, object]:
+def _fixed_hf_fields(is_v3: bool, num_heads: object) -> dict[str, object]:
     return {
         "model_type": f"deepseek_v{3 if is_v3 else 2}",
         "scoring_func": "sigmoid" if is_v3 else "softmax",
+        "num_key_value_heads": num_heads,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "moe_layer_freq": 1,
+        "rope_interleave": True,
     }
 
 
-_RESPELLED_HF_FIELDS = (
-    "q_lora_rank",
-    "n_shared_experts",
-    "topk_method",
-    "n_group",
-    "topk_group",
-    "rope_theta",
-    "rope_scaling",
-    "tie_word_embeddings",
-)
-_PLAIN_HF_FIELDS = tuple(
-    field.name for field in fields(DeepseekConfig) if field.name not in _RESPELLED_HF_FIELDS
-)
-_FIXED_HF_FIELDS = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mlp_bias": False,
-    "moe_layer_freq": 1,
-    "rope_interleave": True,
-}
 _NEUTRAL_HF_FIELDS = (
     "aux_loss_alpha",
     "ep_size",

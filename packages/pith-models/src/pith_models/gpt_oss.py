@@ -18,27 +18,25 @@ shape tells where H = I, as in the released models. Their YaRN does not round it
 (`truncate`), their norms round once, and no scaling in a `config.json` means YaRN to transformers.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from pith_engine.context_parallel import context_attention
 from pith_engine.contract import Batch, Role, Routing, declare
 from pith_engine.mesh import Axis
-from pith_engine.violations import size_violations
 from pith_ops.attention import AttentionBackend
-from pith_ops.device import accumulation_dtype
 from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope, rope_frequencies, rope_table
+from pith_ops.rope import Yarn, apply_rope
 from pith_ops.routing import router_logits, topk_softmax
 from pith_ops.swiglu import clamped_swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
+from pith_models.chunk import rotary_table
 from pith_models.hf import CanonicalTensor, FusedKey, Rows
-from pith_models.hf_config import HfConfigReader, head_violations, rope_hf_fields
+from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -48,7 +46,7 @@ class GptOssConfig:
     """A GPT-OSS model, under Hugging Face's field names."""
 
     vocab_size: int
-    """Rows of embedding and head; may exceed the tokenizer's vocabulary."""
+    """Rows of embedding and head."""
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
@@ -58,13 +56,13 @@ class GptOssConfig:
     num_key_value_heads: int
     """Key and value heads; divides the query heads."""
     head_dim: int
-    """Width of a head; even, independent of the hidden size."""
+    """Width of a head; even."""
     intermediate_size: int
     """Width of one expert."""
     num_experts: int
     """Experts of a layer, over all ranks (`num_local_experts` in files)."""
     num_experts_per_tok: int
-    """Top-k: experts that each token is sent to."""
+    """Top-k: experts of a token."""
     sliding_window: int
     """Keys that a query of a sliding layer sees, its own included."""
     layer_types: tuple[str, ...] = ()
@@ -74,26 +72,24 @@ class GptOssConfig:
     rope_scaling: Yarn | None = None
     """YaRN, if any."""
     rms_norm_eps: float = 1e-5
-    """Added to the mean square inside every norm."""
+    """Added to the mean square in every norm."""
     swiglu_limit: float = 7.0
-    """Bound of an expert's gate from above, and of its up projection on both sides."""
+    """Upper bound of an expert's gate; its up projection is bounded on both sides."""
     swiglu_alpha: float = 1.702
     """Factor of the gate inside its sigmoid."""
     initializer_range: float = 0.02
     """Standard deviation of every initial matrix, sink and router bias; other biases are 0."""
     max_position_embeddings: int = 131_072
-    """Longest sequence that the model is meant for."""
+    """Longest sequence, in tokens."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding."""
 
+    aligned_sizes = ("hidden_size", "intermediate_size")
+    """Not a field: sizes in grouped products."""
+
     def violations(self) -> list[str]:
-        """What is out of range or does not fit, a line each."""
-        faults = size_violations(self) + head_violations(self)
-        if self.num_experts_per_tok > self.num_experts:
-            faults.append(
-                f"model.num_experts_per_tok = {self.num_experts_per_tok}: must be at most "
-                f"num_experts = {self.num_experts}"
-            )
+        """What does not fit, a line each."""
+        faults = shape_violations(self, {"num_experts_per_tok": "num_experts"})
         kinds = self.layer_types
         if kinds and (len(kinds) != self.num_hidden_layers or set(kinds) - {_SLIDING, _FULL}):
             faults.append(
@@ -103,24 +99,12 @@ class GptOssConfig:
         return faults
 
     @property
-    def query_dim(self) -> int:
-        """Width of a head's query and key, and as `value_dim` of its value."""
-        return self.head_dim
-
-    value_dim = query_dim
-
-    @property
     def has_window(self) -> bool:
-        """Whether any layer attends within a sliding window."""
+        """Whether any layer slides."""
         return any(map(self.is_sliding, range(self.num_hidden_layers)))
 
-    @property
-    def aligned_sizes(self) -> dict[str, int]:
-        """Sizes in grouped products, which GPUs want in multiples of 8."""
-        return {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
-
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer routes its tokens to experts: every one does."""
+        """Whether the layer routes: every one does."""
         return True
 
     def is_sliding(self, layer: int) -> bool:
@@ -132,34 +116,28 @@ class GptOssConfig:
         """Read the fields of a `config.json`; a ValueError names every fault."""
         # Without either, transformers would take YaRN.
         rope_key = "rope_parameters" if hf_fields.get("rope_parameters") else "rope_scaling"
-        original = (hf_fields.get(rope_key) or {}).get("original_max_position_embeddings")
-        context = {"initial_context_length": original} if original else {}
-        fixed, neutral = _FIXED_HF_FIELDS | context, ("initial_context_length",)
-        read = HfConfigReader(hf_fields, "GPT-OSS", fixed=fixed, neutral=neutral)
+        rope, length = hf_fields.get(rope_key), hf_fields.get("initial_context_length")
+        if isinstance(rope, dict):
+            length = rope.get("original_max_position_embeddings") or length
+        fixed = {**_FIXED_HF_FIELDS, "initial_context_length": length}
+        read = HfConfigReader(hf_fields, "GPT-OSS", fixed=fixed)
         read.required(rope_key)
-        theta, scaling = read.rope()
-        values = {name: read.required(name) for name in _PLAIN_HF_FIELDS}
-        values["num_experts"] = read.required("num_local_experts", "num_experts")
-        values["num_experts_per_tok"] = read.required("num_experts_per_tok", "experts_per_token")
-        values |= {name: read.optional(name, v) for name, v in _OPTIONAL_HF_FIELDS.items()}
-        if isinstance(values["layer_types"], list):
-            values["layer_types"] = tuple(values["layer_types"])
-        read.raise_faults()
-        config = read.checked(GptOssConfig(**values, rope_theta=theta, rope_scaling=scaling))
+        own = {
+            "num_experts": read.required("num_local_experts", "num_experts"),
+            "num_experts_per_tok": read.required("num_experts_per_tok", "experts_per_token"),
+            "swiglu_limit": read.optional("swiglu_limit", 7.0),
+            "swiglu_alpha": read.optional("swiglu_alpha", 1.702),
+            "layer_types": read.optional("layer_types", ()),
+        }
+        config = read.config(GptOssConfig, own)
         derived = replace(config, layer_types=())
         return derived if derived._kinds() == config._kinds() else config
 
     def to_hf(self) -> dict:
         """The fields of a `config.json`."""
-        own = asdict(self)
-        return {
-            "architectures": ["GptOssForCausalLM"],
-            **_FIXED_HF_FIELDS,
-            "num_local_experts": own.pop("num_experts"),
-            **own,
-            **rope_hf_fields(self.rope_theta, self.rope_scaling),
-            "layer_types": self._kinds(),
-        }
+        written = written_hf_fields(self, "GptOss", _FIXED_HF_FIELDS)
+        experts = written.pop("num_experts")
+        return {**written, "num_local_experts": experts, "layer_types": self._kinds()}
 
     def _kinds(self) -> list[str]:
         layers = range(self.num_hidden_layers)
@@ -208,7 +186,7 @@ class GptOssLayer(nn.Module):
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing]:
         """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen` if given)."""
-        config, dtype, yarn = self.config, hidden.dtype, self.config.rope_scaling
+        config, dtype = self.config, hidden.dtype
         D, eps = config.head_dim, config.rms_norm_eps
         # 1. Normalise and project; the biases are fp32 and would make the sums so.
         normed = rms_norm(hidden, self.attention_norm, eps, rounds_once=True)
@@ -217,9 +195,7 @@ class GptOssLayer(nn.Module):
         key = linear(normed, self.k_proj, self.k_bias.to(dtype)).view(heads)
         value = linear(normed, self.v_proj, self.v_bias.to(dtype)).view(heads)
         # 2. Rotate q and k by their positions.
-        wide, theta = accumulation_dtype(dtype), config.rope_theta
-        frequencies = rope_frequencies(D, theta, yarn=yarn, dtype=wide, device=hidden.device)
-        cos, sin = rope_table(batch.positions, frequencies, yarn.table_scale if yarn else 1.0)
+        cos, sin = rotary_table(config, D, hidden, batch)
         query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         # 3. Attend within each sequence, project back, add the residual.
         out = context_attention(
@@ -253,73 +229,35 @@ class GptOssLayer(nn.Module):
         return residual + combined
 
 
-def gpt_oss_tensors(config: GptOssConfig) -> tuple[CanonicalTensor, ...]:
-    """Every tensor of the whole model, in order."""
-    V, H, D = config.vocab_size, config.hidden_size, config.head_dim
-    I, E, heads = config.intermediate_size, config.num_experts, config.num_attention_heads
-    Q, KV, tied = heads * D, config.num_key_value_heads * D, config.tie_word_embeddings
-    embedding, head = ("model.embed_tokens.weight",), ("lm_head.weight",)
-    tensors = [CanonicalTensor("embedding", (V, H), embedding, copies=head if tied else ())]
-    for layer in range(config.num_hidden_layers):
-        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        plain: list[tuple[str, tuple[int, ...], str]] = [
-            ("attention_norm", (H,), "input_layernorm.weight"),
-            ("sinks", (heads,), "self_attn.sinks"),
-            ("mlp_norm", (H,), "post_attention_layernorm.weight"),
-            ("router", (E, H), "mlp.router.weight"),
-            ("router_bias", (E,), "mlp.router.bias"),
-        ]
-        for name, shape in {"q": (Q, H), "k": (KV, H), "v": (KV, H), "o": (H, Q)}.items():
-            plain.append((f"{name}_proj", shape, f"self_attn.{name}_proj.weight"))
-            plain.append((f"{name}_bias", shape[:1], f"self_attn.{name}_proj.bias"))
+def gpt_oss_tensors(config: GptOssConfig, layer: int) -> list[CanonicalTensor]:
+    """Every tensor of a layer, in order."""
+    H, I, E = config.hidden_size, config.intermediate_size, config.num_experts
+    D, heads = config.head_dim, config.num_attention_heads
+    Q, KV = heads * D, config.num_key_value_heads * D
+    ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+    plain: list[tuple[str, tuple[int, ...], str]] = [
+        ("attention_norm", (H,), "input_layernorm.weight"),
+        ("sinks", (heads,), "self_attn.sinks"),
+        ("mlp_norm", (H,), "post_attention_layernorm.weight"),
+        ("router", (E, H), "mlp.router.weight"),
+        ("router_bias", (E,), "mlp.router.bias"),
+    ]
+    for name, shape in {"q": (Q, H), "k": (KV, H), "v": (KV, H), "o": (H, Q)}.items():
+        plain.append((f"{name}_proj", shape, f"self_attn.{name}_proj.weight"))
+        plain.append((f"{name}_bias", shape[:1], f"self_attn.{name}_proj.bias"))
+    tensors = [CanonicalTensor(ours + name, shape, (theirs + key,)) for name, shape, key in plain]
+    for name, key, rows, shape in (
+        ("gate", "gate_up_proj", Rows.EVEN, (E, I, H)),
+        ("up", "gate_up_proj", Rows.ODD, (E, I, H)),
+        ("down", "down_proj", Rows.ALL, (E, H, I)),
+    ):
+        stem, key = f"{ours}experts_{name}", f"{theirs}mlp.experts.{key}"
+        matrix, bias = FusedKey(key, rows, is_transposed=True), FusedKey(f"{key}_bias", rows)
         tensors += [
-            CanonicalTensor(ours + name, shape, (theirs + key,)) for name, shape, key in plain
+            CanonicalTensor(f"{stem}_proj", shape, (), True, fused=matrix),
+            CanonicalTensor(f"{stem}_bias", shape[:2], (), True, fused=bias),
         ]
-        for name, key, rows, shape in (
-            ("gate", "gate_up_proj", Rows.EVEN, (E, I, H)),
-            ("up", "gate_up_proj", Rows.ODD, (E, I, H)),
-            ("down", "down_proj", Rows.ALL, (E, H, I)),
-        ):
-            stem, key = f"{ours}experts_{name}", f"{theirs}mlp.experts.{key}"
-            matrix, bias = FusedKey(key, rows, is_transposed=True), FusedKey(f"{key}_bias", rows)
-            tensors += [
-                CanonicalTensor(f"{stem}_proj", shape, (), True, fused=matrix),
-                CanonicalTensor(f"{stem}_bias", shape[:2], (), True, fused=bias),
-            ]
-    tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
-    if not tied:
-        tensors.append(CanonicalTensor("head", (V, H), head))
-    return tuple(tensors)
+    return tensors
 
 
-def gpt_oss_layer_flops(config: GptOssConfig, layer: int, sequence_length: int) -> float:
-    """Forward operations of one layer per token, over the keys that a query sees on average."""
-    H, width = config.hidden_size, config.num_attention_heads * config.head_dim
-    kv_width = config.num_key_value_heads * config.head_dim
-    length = sequence_length
-    span = min(config.sliding_window, length) if config.is_sliding(layer) else length
-    # The first `span` queries see 1, 2, ... keys, the others `span` each.
-    keys = span - span * (span - 1) / 2 / length
-    projections = 2 * H * (2 * width + 2 * kv_width)
-    experts = config.num_experts_per_tok * 6 * H * config.intermediate_size
-    return projections + 2 * 2 * width * keys + experts + 2 * H * config.num_experts
-
-
-_OPTIONAL_HF_FIELDS: dict[str, Any] = {
-    "swiglu_limit": 7.0,
-    "swiglu_alpha": 1.702,
-    "tie_word_embeddings": False,
-    "layer_types": (),
-}
-_RESPELLED_HF_FIELDS = ("num_experts", "num_experts_per_tok", "rope_theta", "rope_scaling")
-_PLAIN_HF_FIELDS = [
-    field.name
-    for field in fields(GptOssConfig)
-    if field.name not in (*_RESPELLED_HF_FIELDS, *_OPTIONAL_HF_FIELDS)
-]
-_FIXED_HF_FIELDS = {
-    "model_type": "gpt_oss",
-    "hidden_act": "silu",
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-}
+_FIXED_HF_FIELDS = {"model_type": "gpt_oss", "attention_bias": True}

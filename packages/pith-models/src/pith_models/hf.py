@@ -2,8 +2,8 @@
 
 A checkpoint of ours names *canonical* tensors ("layers.3.experts_gate_proj", `[E, I, H]`). Files
 hold one under its own key, one key per expert, or fused: `gate_up_proj` has all experts' gate and
-up rows, halves or, in GPT-OSS, in turn and transposed. FP8 and MXFP4 are decoded. Values are made
-when asked for and written to their place, so memory stays at one canonical tensor and one key.
+up rows, halves or, in GPT-OSS, in turn and transposed. FP8 and MXFP4 are decoded. Memory stays at
+one canonical tensor and one key.
 
 The trap is a silent partial load, which trains and evaluates plausibly: a key that is missing,
 unexpected or of another shape is an error that lists it, before any value is read.
@@ -46,7 +46,7 @@ COMPANION_FILES = (
 
 
 class Rows(Enum):
-    """Which rows of every expert in a fused key, counted once it is not transposed."""
+    """Which rows of every expert in a fused key, transposed back."""
 
     ALL = "all"
     FIRST_HALF = "first half"
@@ -57,14 +57,14 @@ class Rows(Enum):
 
 @dataclass(frozen=True)
 class FusedKey:
-    """One key that holds all experts of a layer, and perhaps two canonical tensors."""
+    """A tensor `[E, rows, ...]` of all experts of a layer, perhaps of two canonical tensors."""
 
     key: str
-    """Of a tensor `[E, rows, ...]`."""
+    """Its name."""
     rows: Rows = Rows.ALL
     """The canonical tensor's."""
     is_transposed: bool = False
-    """Whether it is `[E, columns, rows]`; no shape tells where the matrices are square."""
+    """Whether it is `[E, columns, rows]`; no shape tells where they are as many."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,18 @@ class CanonicalTensor:
     shape: tuple[int, ...]
     """Global shape."""
     keys: tuple[str, ...]
-    """One Hugging Face key, or one per expert for a stack; () where files only have `fused`."""
+    """One, or one per expert of a stack; () where files only have `fused`."""
     is_expert_stack: bool = False
-    """Whether dim 0 counts experts, and each of `keys` holds one instead of the whole tensor."""
-    copies: tuple[str, ...] = ()
-    """Other keys under which a folder may hold the whole tensor again; never written."""
+    """Whether dim 0 counts experts."""
+    copy: str | None = None
+    """A key under which a folder may hold it again; never written."""
     fused: FusedKey | None = None
     """Where files that lack `keys` hold the stack; written only if there are no `keys`."""
     keeps_float32: bool = False
     """Whether files hold it in fp32, whatever their dtype."""
 
     def stored(self, present: Container[str]) -> dict[str, tuple[int, ...]]:
-        """The keys that hold it in files with these keys, with their shapes."""
+        """Key -> shape in files that have these keys."""
         if self.fused is None or (self.keys and self.fused.key not in present):
             return dict.fromkeys(self.keys, self.shape[1:] if self.is_expert_stack else self.shape)
         experts, rows, *columns = self.shape
@@ -97,7 +97,7 @@ class CanonicalTensor:
 
     @property
     def written(self) -> dict[str, tuple[int, ...]]:
-        """The keys that an export writes, with their shapes."""
+        """Key -> shape in an export."""
         return self.stored(())
 
     def slices(self, tensor: Tensor) -> Sequence[Tensor]:
@@ -105,42 +105,57 @@ class CanonicalTensor:
         return tensor.unbind(0) if self.is_expert_stack else (tensor,)
 
 
-def gated_expert_tensors(
-    ours: str, theirs: str, num_experts: int, width: int, hidden: int
+def layer_tensors(
+    layer: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> list[CanonicalTensor]:
-    """A layer's gate, up and down matrices, per expert or as transformers 5 fuses them."""
-    fused_keys = {
-        "gate_proj": FusedKey(f"{theirs}.gate_up_proj", Rows.FIRST_HALF),
-        "up_proj": FusedKey(f"{theirs}.gate_up_proj", Rows.SECOND_HALF),
-        "down_proj": FusedKey(f"{theirs}.down_proj"),
-    }
+    """A layer's tensors: name -> key between `model.layers.N.` and `.weight`, shape."""
+    return [
+        CanonicalTensor(f"layers.{layer}.{name}", shape, (f"model.layers.{layer}.{key}.weight",))
+        for name, (key, shape) in tensors.items()
+    ]
+
+
+def gated_tensors(
+    layer: int, ours: str, theirs: str, width: int, hidden: int, num_experts: int = 0
+) -> list[CanonicalTensor]:
+    """A layer's gate, up and down matrices, of an MLP or of experts.
+
+    `ours` begins their names, `theirs` their keys.
+    """
+    stem = f"model.layers.{layer}.{theirs}"
+    stems = [f"{stem}.{expert}" for expert in range(num_experts)] or [stem]
+    stack = (num_experts,) if num_experts else ()
     return [
         CanonicalTensor(
-            f"{ours}_{name}",
-            (num_experts, *((hidden, width) if name == "down_proj" else (width, hidden))),
-            tuple(f"{theirs}.{expert}.{name}.weight" for expert in range(num_experts)),
-            is_expert_stack=True,
-            fused=fused,
+            f"layers.{layer}.{ours}{name}",
+            (*stack, *shape),
+            tuple(f"{each}.{name}.weight" for each in stems),
+            is_expert_stack=num_experts > 0,
+            fused=FusedKey(f"{stem}.{fused}", rows) if stack else None,
         )
-        for name, fused in fused_keys.items()
+        for name, shape, fused, rows in (
+            ("gate_proj", (width, hidden), "gate_up_proj", Rows.FIRST_HALF),
+            ("up_proj", (width, hidden), "gate_up_proj", Rows.SECOND_HALF),
+            ("down_proj", (hidden, width), "down_proj", Rows.ALL),
+        )
     ]
 
 
 @dataclass(frozen=True)
 class SkippedKeys:
-    """Keys of a family's files that are left out on purpose."""
+    """Keys that are left out on purpose."""
 
     prefix: str
-    """What they start with, up to and with a dot."""
+    """What they start with, the dot included."""
     reason: str
     """Ends the line that reports them."""
 
 
 class HuggingFaceTensors(Mapping[str, Tensor]):
-    """The canonical tensors of a Hugging Face folder, each read as `dtype` when asked for.
+    """The canonical tensors of a folder, each read as `dtype` when asked for.
 
-    A ValueError lists every missing, unexpected and misshapen key, or names a damaged file.
-    `account` says in one line what became of the keys.
+    A ValueError lists every missing, unexpected and misshapen key, or names a damaged file;
+    `account` is a line about the keys.
     """
 
     def __init__(
@@ -152,20 +167,23 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
     ):
         self._layout = {tensor.name: tensor for tensor in layout}
         self._dtype = dtype
-        self._headers = headers = _read_headers(folder)
-        notes = ""
+        headers, notes = _read_headers(folder), ""
         for group in skipped:
-            keys = [key for key in headers if key.startswith(group.prefix)]
-            for key in keys:
-                del headers[key]
-            if keys:
-                name = group.prefix.removesuffix(".")
-                notes += f"; {len(keys)} keys of {name} skipped: {group.reason}"
-        self._parts = _check_keys(folder, layout, headers)
-        self._check_copies(folder, layout)
-        found = [headers[parts[0]].dtype for parts in self._parts.values()]
-        olds = Counter(_dtype_name(_DTYPES.get(name, name)) for name in found)
-        new = _dtype_name(dtype)
+            kept = {key: v for key, v in headers.items() if not key.startswith(group.prefix)}
+            if count := len(headers) - len(kept):
+                notes += f"; {count} keys of {group.prefix[:-1]} skipped: {group.reason}"
+            headers = kept
+        self._headers, self._parts = headers, _check_keys(folder, layout, headers)
+        for tensor in layout:
+            if tensor.copy in self._parts:
+                copy = self._load(CanonicalTensor(tensor.name, tensor.shape, (tensor.copy,)))
+                if not torch.equal(copy, self[tensor.name]):
+                    raise ValueError(
+                        f"{folder}: {tensor.copy} differs from {tensor.keys[0]}, to which "
+                        "config.json ties it: set tie_word_embeddings to false there or remove it"
+                    )
+        found = (headers[parts[0]].dtype for parts in self._parts.values())
+        new, olds = _dtype_name(dtype), Counter(_dtype_name(_DTYPES.get(n, n)) for n in found)
         changes = [f"{n} keys {old} -> {new}" for old, n in sorted(olds.items()) if old != new]
         self.account = (
             f"keys: {len(headers)} loaded, 0 unexpected, 0 missing; dtype changes: "
@@ -205,16 +223,6 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
                 view.copy_(_rows(value, fused) if fused else value)
         return out
 
-    def _check_copies(self, folder: Path, layout: Sequence[CanonicalTensor]) -> None:
-        pairs = [(tensor, key) for tensor in layout for key in tensor.copies if key in self._parts]
-        for tensor, key in pairs:
-            copy = self._load(CanonicalTensor(tensor.name, tensor.shape, (key,)))
-            if not torch.equal(copy, self[tensor.name]):
-                raise ValueError(
-                    f"{folder}: {key} differs from {tensor.keys[0]}, to which config.json ties it: "
-                    "set tie_word_embeddings to false there or remove the key"
-                )
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._layout)
 
@@ -241,12 +249,11 @@ def export_tensors(
     max_file_bytes: int = 4 * 2**30,
     replace: bool = False,
 ) -> None:
-    """Write a Hugging Face folder that transformers and vLLM open without an edit.
+    """Write a Hugging Face folder that transformers and vLLM open, under its name once complete.
 
-    It gets its name when complete. `tensors` are asked for one at a time and must have the names of
-    `layout`; the dtype is added to `config_fields`; `companions` is a folder whose
-    `COMPANION_FILES` are copied. A ValueError if `out` exists without `replace`, another process
-    writes it, or the tensors are not those of the layout.
+    `tensors` are asked for one at a time; the dtype is added to `config_fields`; `COMPANION_FILES`
+    are copied from `companions`. A ValueError if `out` exists without `replace`, another process
+    writes it, or the tensors are not those of `layout`.
     """
     if out.exists() and not replace:
         raise ValueError(f"{out} exists: choose another folder or remove it")
@@ -266,8 +273,8 @@ def export_tensors(
         for name in COMPANION_FILES:
             if companions is not None and (companions / name).is_file():
                 shutil.copyfile(companions / name, temporary / name)
-        fields = {**config_fields, "torch_dtype": _dtype_name(dtype)}
-        _write_json(temporary / "config.json", fields)
+        config = {**config_fields, "torch_dtype": _dtype_name(dtype)}
+        _write_json(temporary / "config.json", config)
         _write_files(tensors, layout, temporary, dtype, max_file_bytes)
         lock.unlink()
         if replace and out.exists():
@@ -309,7 +316,6 @@ class _Header:
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors names it."""
 
 
 def _read_headers(folder: Path) -> dict[str, _Header]:
@@ -347,27 +353,25 @@ def _rows(stored: Tensor, fused: FusedKey) -> Tensor:
     """The view of an expert's part of a fused key that is ours."""
     ours = stored.mT if fused.is_transposed else stored
     half = len(ours) // 2
-    match fused.rows:
-        case Rows.ALL:
-            return ours
-        case Rows.FIRST_HALF:
-            return ours[:half]
-        case Rows.SECOND_HALF:
-            return ours[half:]
-        case Rows.EVEN:
-            return ours[::2]
-        case Rows.ODD:
-            return ours[1::2]
+    rows = {
+        Rows.ALL: slice(None),
+        Rows.FIRST_HALF: slice(half),
+        Rows.SECOND_HALF: slice(half, None),
+        Rows.EVEN: slice(0, None, 2),
+        Rows.ODD: slice(1, None, 2),
+    }
+    return ours[rows[fused.rows]]
 
 
 def _check_keys(
     folder: Path, layout: Sequence[CanonicalTensor], headers: Mapping[str, _Header]
 ) -> dict[str, tuple[str, ...]]:
-    """Return, for every key that is read, the names in the files that `_decode` needs."""
+    """Key that is read -> names in the files that `_decode` needs."""
     wanted: dict[str, tuple[int, ...]] = {}
     for tensor in layout:
         wanted |= tensor.stored(headers)
-        wanted |= {key: tensor.shape for key in tensor.copies if key in headers}
+        if tensor.copy in headers:
+            wanted[tensor.copy] = tensor.shape
     parts = {key: _parts(key, shape, headers) for key, shape in wanted.items()}
     needed = {name: facts for part in parts.values() for name, facts in part.items()}
     wrong = []
@@ -376,15 +380,12 @@ def _check_keys(
         if header.shape != shape or header.dtype not in dtypes:
             found, expected = list(header.shape), f"{list(shape)} {' or '.join(dtypes)}"
             wrong.append(f"{name} {found} {header.dtype}, expected {expected}")
-    faults = [
-        f"{label} ({len(lines)}): {_first(lines)}"
-        for label, lines in (
-            ("missing keys", sorted(needed.keys() - headers)),
-            ("unexpected keys", sorted(headers.keys() - needed)),
-            ("wrong shapes or dtypes", wrong),
-        )
-        if lines
-    ]
+    found = {
+        "missing keys": sorted(needed.keys() - headers),
+        "unexpected keys": sorted(headers.keys() - needed),
+        "wrong shapes or dtypes": wrong,
+    }
+    faults = [f"{label} ({len(keys)}): {_first(keys)}" for label, keys in found.items() if keys]
     if faults:
         raise ValueError(f"{folder} does not hold this model: " + "; ".join(faults))
     return {key: tuple(part) for key, part in parts.items()}
@@ -393,7 +394,7 @@ def _check_keys(
 def _parts(
     key: str, shape: tuple[int, ...], headers: Mapping[str, _Header]
 ) -> dict[str, tuple[tuple[int, ...], Sequence[str]]]:
-    """What the files must hold for a key: names, shapes and allowed dtypes."""
+    """What the files must hold for a key: name -> shape, allowed dtypes."""
     if key not in headers and f"{key}_blocks" in headers and len(shape) == 3 and shape[1] % 32 == 0:
         groups = shape[0], shape[2], shape[1] // 32
         return {f"{key}_blocks": ((*groups, 16), ["U8"]), f"{key}_scales": (groups, ["U8"])}
@@ -404,7 +405,7 @@ def _parts(
 
 
 def _decode(values: Tensor, scales: Tensor | None = None) -> Tensor:
-    """A key's tensor, or an expert's part of it; quantised ones rounded to bf16, as published.
+    """A key's tensor, or an expert's; quantised ones rounded to bf16, as published.
 
     FP8 `[..., out, in]`: times the fp32 scale of its block of 128 x 128. MXFP4 `[rows, G, 16]`:
     bytes of two E2M1 numbers, the low one first, times `2 ** (scale - 127)`; the key is transposed.
@@ -433,21 +434,22 @@ def _write_files(
     for tensor in layout:
         sharing.setdefault(next(iter(tensor.written)), []).append(tensor)
     for key, members in sharing.items():
-        fused = None
+        place, fused = places[key], None
+        if not members[0].keys:
+            fused = torch.empty(place.shape, dtype=place.dtype)
         for tensor in members:
             value = tensors[tensor.name]
             if tuple(value.shape) != tensor.shape:
                 raise ValueError(f"{tensor.name} is {list(value.shape)}, expected {tensor.shape}")
             slices = tensor.slices(value.detach())
-            for own_key, view in zip(tensor.keys, slices, strict=False):
-                places[own_key].write(view)
-            if tensor.fused and not tensor.keys:
-                if fused is None:
-                    fused = torch.empty(places[key].shape, dtype=places[key].dtype)
+            if fused is None:
+                for own_key, view in zip(tensor.keys, slices, strict=True):
+                    places[own_key].write(view)
+            elif tensor.fused:
                 for expert, view in zip(fused, slices, strict=True):
                     _rows(expert, tensor.fused).copy_(view)
         if fused is not None:
-            places[key].write(fused)
+            place.write(fused)
 
 
 @dataclass(frozen=True)
@@ -456,7 +458,6 @@ class _Place:
 
     path: Path
     offset: int
-    """Bytes from the start of the file."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -470,22 +471,22 @@ class _Place:
 def _create_files(
     layout: Sequence[CanonicalTensor], folder: Path, dtype: torch.dtype, max_file_bytes: int
 ) -> dict[str, _Place]:
-    """Write index and files as safetensors does, but for the values; return where they go."""
-    files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
-    filled = total_size = total = 0
-    seen: set[str] = set()
-    for tensor in layout:
-        own = torch.float32 if tensor.keeps_float32 else dtype
-        for key, shape in tensor.written.items():
-            if key in seen:  # the other half of a fused key
-                continue
-            seen.add(key)
-            size = prod(shape) * own.itemsize
-            if filled and filled + size > max_file_bytes:
-                files, filled = [*files, {}], 0
-            files[-1][key] = shape, own
-            filled, total_size, total = filled + size, total_size + size, total + prod(shape)
+    """Write index and files as safetensors does, without values; return where these go."""
+    written = {
+        key: (shape, torch.float32 if tensor.keeps_float32 else dtype)
+        for tensor in layout
+        for key, shape in tensor.written.items()
+    }
+    total = sum(prod(shape) for shape, _ in written.values())
     assert total == sum(prod(tensor.shape) for tensor in layout), "a fused key has gaps"
+    files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
+    filled = total_size = 0
+    for key, (shape, own) in written.items():
+        size = prod(shape) * own.itemsize
+        if filled and filled + size > max_file_bytes:
+            files, filled = [*files, {}], 0
+        files[-1][key] = shape, own
+        filled, total_size = filled + size, total_size + size
     names = {own: name for name, own in _DTYPES.items()}
     places: dict[str, _Place] = {}
     for number, entries in enumerate(files, start=1):

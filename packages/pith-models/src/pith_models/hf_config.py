@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from pith_engine.violations import raise_violations, type_violations
+from pith_engine.violations import raise_violations, size_violations, type_violations
 from pith_ops.rope import Yarn
 
 
@@ -36,11 +36,11 @@ NEUTRAL_HF_FIELDS = (
     "use_cache",
 )
 """Without effect on the forward pass."""
-_ROPE_HF_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
+_FIXED_HF_FIELDS = {"hidden_act": "silu", "attention_dropout": 0.0}
 
 
 class HfConfigReader:
-    """Takes the fields of one `config.json`; `checked` raises every fault in one ValueError."""
+    """Makes a configuration of the fields of a `config.json`."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class HfConfigReader:
         neutral: Sequence[str] = (),
     ):
         """`fixed` fields have one implemented value; `neutral` adds to `NEUTRAL_HF_FIELDS`."""
+        fixed = {**_FIXED_HF_FIELDS, **fixed}
         self._values = {key: v for key, v in hf_fields.items() if not key.startswith("_")}
         self._what = f"config.json of a {family} model"
         self._known = {*fixed, *neutral, *NEUTRAL_HF_FIELDS}
@@ -59,7 +60,7 @@ class HfConfigReader:
             for key, allowed in fixed.items()
             if self._values.get(key, allowed) != allowed
         ]
-        quantized = self.optional("quantization_config", {})
+        quantized = self._object("quantization_config")
         method, block = quantized.get("quant_method"), quantized.get("weight_block_size")
         if quantized and method != "mxfp4" and (method, block) != ("fp8", [128, 128]):
             self._faults.append(
@@ -82,41 +83,59 @@ class HfConfigReader:
         value = self._values.get(name)
         return default if value is None else value
 
-    def nullable(self, name: str) -> Any:
-        """The value of a field, which may be null; an absent one is a fault."""
-        self._known.add(name)
-        if name not in self._values:
-            self._faults.append(f"{name}: missing")
-        return self._values.get(name)
+    def config(self, family: type[_Config], own: Mapping[str, Any]) -> _Config:
+        """The configuration of `own` fields, RoPE and all others under their names.
 
-    def rope(self) -> tuple[float, Yarn | None]:
+        Lists become tuples. A ValueError names every fault.
+        """
+        theta, scaling = self._rope()
+        tied = self.optional("tie_word_embeddings", False)
+        values = {"rope_theta": theta, "rope_scaling": scaling, "tie_word_embeddings": tied, **own}
+        names = [field.name for field in fields(family)]
+        values |= {name: self.required(name) for name in names if name not in values}
+        self._faults += [
+            f"{key} = {value!r}: unknown field, and it may change what the model computes"
+            for key, value in self._values.items()
+            if key not in self._known
+        ]
+        raise_violations(self._faults, self._what)
+        config = family(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        wrong = type_violations(asdict(config), family, "model") or config.violations()
+        raise_violations(wrong, self._what)
+        return config
+
+    def _object(self, name: str) -> dict[str, Any]:
+        """A field that holds fields, without those that are null."""
+        given = self.optional(name, {})
+        if isinstance(given, dict):
+            return {key: value for key, value in given.items() if value is not None}
+        self._faults.append(f"{name} = {given!r}: must be an object or null")
+        return {}
+
+    def _rope(self) -> tuple[float, Yarn | None]:
         """Rotary base and YaRN scaling in either spelling."""
-        self._known.update(_ROPE_HF_FIELDS)
-        thetas, scalings = [self._values.get("rope_theta")], []
-        for key in _ROPE_HF_FIELDS[1:]:
-            given = self._values.get(key) or {}
-            nested = {name: value for name, value in given.items() if value is not None}
+        thetas, scalings = [self.optional("rope_theta", None)], []
+        for key in ("rope_scaling", "rope_parameters"):
+            nested = self._object(key)
             thetas.append(nested.pop("rope_theta", None))
-            kinds = {nested.pop(name, None) for name in ("rope_type", "type")} - {None}
+            kinds = {str(nested.pop(name)) for name in ("rope_type", "type") if name in nested}
             if nested or kinds - {"default"}:
                 scalings.append(self._scaling(key, kinds, nested))
-        found = {theta for theta in thetas if theta is not None}
-        if len(found) != 1:
+        found = [theta for theta in thetas if theta is not None]
+        if not found or any(theta != found[0] for theta in found):
             names = "rope_theta, rope_parameters.rope_theta"
             self._faults.append(f"{names}: one value needed, found {sorted(found, key=str)}")
         if any(scaling != scalings[0] for scaling in scalings):
             self._faults.append("rope_scaling and rope_parameters contradict each other")
-        theta = next(iter(found), 0.0)
+        theta = found[0] if found else 0.0
         return float(theta) if type(theta) is int else theta, scalings[0] if scalings else None
 
     def _scaling(self, key: str, kinds: set[str], given: dict[str, Any]) -> Yarn | None:
         if kinds != {"yarn"}:
+            fault = f".rope_type = {sorted(kinds)}: only 'default' and 'yarn' are implemented"
             if kinds <= {"default"}:
-                fault = f"{sorted(given)} have no meaning with rope_type 'default'"
-                self._faults.append(f"{key}: {fault}")
-            else:
-                fault = "only 'default' and 'yarn' are implemented"
-                self._faults.append(f"{key}.rope_type = {sorted(kinds)}: {fault}")
+                fault = f": {sorted(given)} have no meaning with rope_type 'default'"
+            self._faults.append(key + fault)
             return None
         unknown = sorted(given.keys() - {field.name for field in fields(Yarn)})
         missing = sorted({"factor", "original_max_position_embeddings"} - given.keys())
@@ -125,45 +144,40 @@ class HfConfigReader:
             return None
         return Yarn(**given)
 
-    def raise_faults(self) -> None:
-        """Raise what was found so far; a configuration can only be made of sound fields."""
-        self._faults += [
-            f"{key} = {value!r}: unknown field, and it may change what the model computes"
-            for key, value in self._values.items()
-            if key not in self._known
-        ]
-        raise_violations(self._faults, self._what)
 
-    def checked(self, config: _Config) -> _Config:
-        """The configuration, if its values have the right types and are in range."""
-        wrong = type_violations(asdict(config), type(config), "model") or config.violations()
-        raise_violations(wrong, self._what)
-        return config
-
-
-def head_violations(config: Any) -> list[str]:
-    """What does not fit in the heads of grouped-query attention and their rotation."""
-    heads, groups, found = config.num_attention_heads, config.num_key_value_heads, []
+def shape_violations(
+    config: Any, limits: Mapping[str, str], *, may_be_zero: Sequence[str] = ()
+) -> list[str]:
+    """Sizes out of range, fields above the one that limits them, heads and RoPE that do not fit."""
+    values, found = asdict(config), size_violations(config, may_be_zero=may_be_zero)
+    found += [
+        f"model.{name} = {values[name]}: must be at most {limit} = {values[limit]}"
+        for name, limit in limits.items()
+        if values[name] > values[limit]
+    ]
+    heads, groups = config.num_attention_heads, values.get("num_key_value_heads", 1)
     if groups >= 1 and heads % groups:
         found.append(
             f"model.num_attention_heads = {heads}: must be a multiple of "
             f"num_key_value_heads = {groups}"
         )
-    if config.head_dim % 2:
-        found.append(f"model.head_dim = {config.head_dim}: must be even for rotary embeddings")
-    if config.rope_scaling is not None:
-        found += config.rope_scaling.violations("model.rope_scaling")
-    return found
+    found += [
+        f"model.{name} = {values[name]}: must be even for rotary embeddings"
+        for name in ("head_dim", "qk_rope_head_dim")
+        if values.get(name, 0) % 2
+    ]
+    scaling = config.rope_scaling
+    return found + (scaling.violations("model.rope_scaling") if scaling else [])
 
 
-def rope_hf_fields(theta: float, yarn: Yarn | None) -> dict[str, object]:
-    """Rotary base and scaling, in the spellings of transformers 4 and 5."""
+def written_hf_fields(config: Any, name: str, fixed: Mapping[str, object]) -> dict[str, Any]:
+    """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
+    own = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(config).items()}
     scaling: dict[str, object] = {"rope_type": "default"}
-    if yarn is not None:
-        given = {name: value for name, value in asdict(yarn).items() if value is not None}
+    if yarn := config.rope_scaling:
+        given = {key: v for key, v in asdict(yarn).items() if v is not None}
         scaling = {"rope_type": "yarn", **given}
-    return {
-        "rope_theta": theta,
-        "rope_scaling": None if yarn is None else {"type": "yarn", **scaling},
-        "rope_parameters": {**scaling, "rope_theta": theta},
-    }
+        own["rope_scaling"] = {"type": "yarn", **scaling}
+    rope = {**scaling, "rope_theta": config.rope_theta}
+    written = {"architectures": [f"{name}ForCausalLM"], **_FIXED_HF_FIELDS, **fixed}
+    return {**written, **own, "rope_parameters": rope}

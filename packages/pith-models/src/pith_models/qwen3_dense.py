@@ -7,29 +7,28 @@ Formulas (Qwen3 technical report, arXiv 2505.09388; x is `[T, H]`, n_* are RMS n
     layer       h + Wdown (silu(Wgate u) * (Wup u)),  u = n(h)
 
 T tokens, H hidden, D head dim, I width of the MLP. Gate and up are one tensor `[2 * I, H]`, gate
-rows first. No layer routes, so the engine dispatches nothing.
+rows first.
 The trap: a config.json without `head_dim` means 128, whatever `hidden_size / num_attention_heads`
 (Qwen3-0.6B: 64); the small released models tie the head to the embedding.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 from pith_engine.context_parallel import context_attention
 from pith_engine.contract import Batch, Role, declare
 from pith_engine.mesh import Axis
-from pith_engine.violations import size_violations
 from pith_ops.attention import AttentionBackend
-from pith_ops.device import accumulation_dtype
 from pith_ops.grouped_linear import Groups
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope, rope_frequencies, rope_table
+from pith_ops.rope import Yarn, apply_rope
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
-from pith_models.hf import CanonicalTensor
-from pith_models.hf_config import HfConfigReader, head_violations, rope_hf_fields
+from pith_models.chunk import rotary_table
+from pith_models.hf import CanonicalTensor, gated_tensors, layer_tensors
+from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class Qwen3Config:
     """A dense Qwen3 model, under Hugging Face's field names."""
 
     vocab_size: int
-    """Rows of the embedding and of the head; may exceed the tokenizer's vocabulary."""
+    """Rows of embedding and head."""
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
@@ -47,83 +46,47 @@ class Qwen3Config:
     num_key_value_heads: int
     """Key and value heads; divides the query heads."""
     head_dim: int
-    """Width of a head; even, independent of the hidden size."""
+    """Width of a head; even."""
     intermediate_size: int
     """Width of the MLP."""
     rope_theta: float = 1_000_000.0
     """Base of the rotary frequencies."""
     rope_scaling: Yarn | None = None
-    """YaRN for longer contexts than the model was first trained on, if any."""
+    """YaRN, if any."""
     rms_norm_eps: float = 1e-6
-    """Added to the mean square inside every norm."""
+    """Added to the mean square in every norm."""
     initializer_range: float = 0.02
     """Standard deviation of every initial matrix."""
     max_position_embeddings: int = 40_960
-    """Longest sequence that the model is meant for."""
+    """Longest sequence, in tokens."""
     tie_word_embeddings: bool = False
-    """Whether the head is the embedding: one parameter, whose gradient sums both uses."""
+    """Whether the head is the embedding."""
 
     num_experts = num_experts_per_tok = 0
-    """Not fields: every layer is dense."""
-    has_window = False
-    """Whether any layer attends within a sliding window; not a field either."""
+    aligned_sizes, has_window = (), False
+    """Not fields: every layer is dense and none slides."""
 
     def violations(self) -> list[str]:
-        """What is out of range or does not fit, a line each."""
-        return size_violations(self) + head_violations(self)
-
-    @property
-    def query_dim(self) -> int:
-        """Width of a head's query and key."""
-        return self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Width of a head's value."""
-        return self.head_dim
-
-    @property
-    def aligned_sizes(self) -> dict[str, int]:
-        """Sizes in grouped products: there are none."""
-        return {}
+        """What does not fit, a line each."""
+        return shape_violations(self, {})
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer routes its tokens to experts."""
+        """Whether the layer routes: none does."""
         return False
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "Qwen3Config":
         """Read the fields of a `config.json`; a ValueError names every fault."""
         kinds = hf_fields.get("layer_types")
-        num_kinds = len(kinds) if isinstance(kinds, list) else 1
-        full = None if kinds is None else ["full_attention"] * num_kinds
-        # The windows need `use_sliding_window`, which must be false.
-        neutral = ("sliding_window", "max_window_layers")
-        fixed = {**_FIXED_HF_FIELDS, "layer_types": full}
+        full = ["full_attention"] * (len(kinds) if isinstance(kinds, list) else 1)
+        neutral = ("sliding_window", "max_window_layers")  # need `use_sliding_window`
+        fixed = {**_FIXED_HF_FIELDS, "layer_types": None if kinds is None else full}
         read = HfConfigReader(hf_fields, "Qwen3", fixed=fixed, neutral=neutral)
-        theta, scaling = read.rope()
-        plain = {name: read.required(name) for name in _PLAIN_HF_FIELDS}
-        head_dim = read.required("head_dim") if "head_dim" in hf_fields else 128
-        tied = read.optional("tie_word_embeddings", False)
-        read.raise_faults()
-        return read.checked(
-            Qwen3Config(
-                **plain,
-                head_dim=head_dim,
-                rope_theta=theta,
-                rope_scaling=scaling,
-                tie_word_embeddings=tied,
-            )
-        )
+        return read.config(Qwen3Config, {} if "head_dim" in hf_fields else {"head_dim": 128})
 
     def to_hf(self) -> dict:
         """The fields of a `config.json`."""
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            **_FIXED_HF_FIELDS,
-            **asdict(self),
-            **rope_hf_fields(self.rope_theta, self.rope_scaling),
-        }
+        return written_hf_fields(self, "Qwen3", _FIXED_HF_FIELDS)
 
 
 class Qwen3Layer(nn.Module):
@@ -152,7 +115,7 @@ class Qwen3Layer(nn.Module):
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, None]:
         """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, no routing."""
-        D, eps, yarn = self.config.head_dim, self.config.rms_norm_eps, self.config.rope_scaling
+        D, eps = self.config.head_dim, self.config.rms_norm_eps
         normed = rms_norm(hidden, self.attention_norm, eps)
         heads = (normed.shape[0], -1, D)
         # 1. Project, and normalise q and k per head.
@@ -160,9 +123,7 @@ class Qwen3Layer(nn.Module):
         key = rms_norm(linear(normed, self.k_proj).view(heads), self.k_norm, eps)
         value = linear(normed, self.v_proj).view(heads)
         # 2. Rotate q and k by their positions.
-        wide, theta = accumulation_dtype(hidden.dtype), self.config.rope_theta
-        frequencies = rope_frequencies(D, theta, yarn=yarn, dtype=wide, device=hidden.device)
-        cos, sin = rope_table(batch.positions, frequencies, yarn.table_scale if yarn else 1.0)
+        cos, sin = rotary_table(self.config, D, hidden, batch)
         query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         # 3. Attend within each sequence, project back, add the residual.
         out = context_attention(query, key, value, batch, self.cp, backend=self.backend)
@@ -181,50 +142,23 @@ class Qwen3Layer(nn.Module):
         return residual + combined
 
 
-def qwen3_tensors(config: Qwen3Config) -> tuple[CanonicalTensor, ...]:
-    """Every tensor of the whole model, in order."""
-    V, H, D, I = config.vocab_size, config.hidden_size, config.head_dim, config.intermediate_size
-    q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
-    tied, head = config.tie_word_embeddings, "lm_head.weight"
-    embedding_keys, copies = ("model.embed_tokens.weight",), (head,) if tied else ()
-    tensors = [CanonicalTensor("embedding", (V, H), embedding_keys, copies=copies)]
-    attention = {"q_proj": (q_width, H), "k_proj": (kv_width, H), "v_proj": (kv_width, H)}
-    attention |= {"q_norm": (D,), "k_norm": (D,), "o_proj": (H, q_width)}
-    mlp = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
-    of_a_layer: list[tuple[str, tuple[int, ...], str]] = [
-        ("attention_norm", (H,), "input_layernorm"),
-        *((name, shape, f"self_attn.{name}") for name, shape in attention.items()),
-        ("mlp_norm", (H,), "post_attention_layernorm"),
-        *((name, shape, f"mlp.{name}") for name, shape in mlp.items()),
-    ]
-    tensors += [
-        CanonicalTensor(f"layers.{n}.{name}", shape, (f"model.layers.{n}.{key}.weight",))
-        for n in range(config.num_hidden_layers)
-        for name, shape, key in of_a_layer
-    ]
-    tensors.append(CanonicalTensor("final_norm", (H,), ("model.norm.weight",)))
-    if not tied:
-        tensors.append(CanonicalTensor("head", (V, H), (head,)))
-    return tuple(tensors)
+def qwen3_tensors(config: Qwen3Config, layer: int) -> list[CanonicalTensor]:
+    """Every tensor of a layer, in order."""
+    H, D = config.hidden_size, config.head_dim
+    Q, KV = config.num_attention_heads * D, config.num_key_value_heads * D
+    shapes = {"q_proj": (Q, H), "k_proj": (KV, H), "v_proj": (KV, H)}
+    shapes |= {"q_norm": (D,), "k_norm": (D,), "o_proj": (H, Q)}
+    plain: dict[str, tuple[str, tuple[int, ...]]] = {
+        "attention_norm": ("input_layernorm", (H,)),
+        **{name: (f"self_attn.{name}", shape) for name, shape in shapes.items()},
+        "mlp_norm": ("post_attention_layernorm", (H,)),
+    }
+    gated = gated_tensors(layer, "", "mlp", config.intermediate_size, H)
+    return layer_tensors(layer, plain) + gated
 
 
-def qwen3_layer_flops(config: Qwen3Config, sequence_length: int) -> float:
-    """Forward operations of one layer per token, causal attention counted by half."""
-    H, width = config.hidden_size, config.num_attention_heads * config.head_dim
-    kv_width = config.num_key_value_heads * config.head_dim
-    projections = 2 * H * (2 * width + 2 * kv_width)
-    scores_and_values = 2 * 2 * width * (sequence_length + 1) / 2
-    return projections + scores_and_values + 6 * H * config.intermediate_size
-
-
-_RESPELLED_HF_FIELDS = ("head_dim", "rope_theta", "rope_scaling", "tie_word_embeddings")
-_PLAIN_HF_FIELDS = tuple(
-    field.name for field in fields(Qwen3Config) if field.name not in _RESPELLED_HF_FIELDS
-)
 _FIXED_HF_FIELDS = {
     "model_type": "qwen3",
-    "hidden_act": "silu",
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "use_sliding_window": False,
 }
