@@ -1,13 +1,13 @@
 """One run as one frozen dataclass tree.
 
-A recipe returns a `RunConfig`; the command line overrides its fields (`--train.steps 4`). The
-docstring under a field is its `--help` text, so an option is one field here and nowhere else.
+A recipe returns a `RunConfig`; the command line overrides its fields (`--train.steps 4`). A field's
+docstring is its `--help` text: an option is one field, here alone.
 
 How a step is cut into micro-batches, with B = `train.batch`, b = `train.micro_batch`, R = dp * ep:
 
     B sequences = R batch ranks * N micro-batches a rank * b sequences,     N >= 2 * pp
 
-The trap: a dataclass that checked itself would report one error alone; `checks.py` reports all.
+The trap: a dataclass that checks itself reports one error alone; `checks.py` reports all.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StartConfig:
-    """What a run without a checkpoint of its own starts from."""
+    """What a run without own checkpoint starts from."""
 
     source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Hugging Face folder or checkpoint whose weights step 1 starts from, with a new optimizer and
@@ -53,7 +53,7 @@ class StartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Steps, their size, and the numbers they compute with."""
+    """Steps, their size and numbers."""
 
     steps: int
     """Optimizer updates of the whole run, those before a resume included."""
@@ -90,7 +90,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Saving; the newest complete checkpoint of the run folder is always resumed."""
+    """Saving; the run folder's newest complete checkpoint is always resumed."""
 
     interval: int = 100
     """Steps between checkpoints; 0 saves after the last step only."""
@@ -100,7 +100,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What a run writes beside the step lines and `metrics.jsonl`."""
+    """Beside the step lines and `metrics.jsonl`."""
 
     tensorboard: bool = False
     """Also write TensorBoard events (needs the `tensorboard` extra)."""
@@ -162,12 +162,12 @@ class RunConfig:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The tokenizer of an export, which needs no corpus; a ValueError if there is none."""
+        """The tokenizer of an export, which needs no corpus; ValueError if there is none."""
         return self.data.tokenizer or self.folders.tokenizer
 
     @property
     def folders(self) -> "_DataFolders":
-        """Corpora and tokenizer; a ValueError if one is not given."""
+        """Corpora and tokenizer; ValueError if one is missing."""
         data, root = self.data, self.runs_folder / "standard-library"
         if data.standard_library:
             return _DataFolders(root / "training", root / "held_out", root / "tokenizer")
@@ -197,11 +197,11 @@ def torch_dtype(name: Literal["bf16", "fp32", "fp64"]) -> torch.dtype:
 
 
 def config_record(config: RunConfig) -> dict[str, Any]:
-    """The tree as JSON values, for `config.json` and a checkpoint's manifest."""
+    """The tree as JSON values, for `config.json` and manifests."""
     record = {**dataclasses.asdict(config), "model": model_record(config.model)}
     return json.loads(json.dumps(record, default=str))
 
 
 def model_record(model: ModelConfig) -> dict[str, Any]:
-    """The fields of a model's configuration, and its family under `model_type`."""
+    """A model's fields, and its family under `model_type`."""
     return {"model_type": model.to_hf()["model_type"], **dataclasses.asdict(model)}

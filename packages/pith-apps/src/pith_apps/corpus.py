@@ -6,11 +6,11 @@ The same bytes whatever machine or number of workers wrote them:
     documents.npy  `[D + 1]` int64, document d is `tokens[documents[d] : documents[d + 1]]`
     meta.json      `CorpusMeta`
 
-Every document ends with the EOS id; text that spells it is encoded as plain text, so none can forge
-its end. A folder gets its name when whole.
+Every document ends with the EOS id; text that spells it is encoded as plain text. A folder gets its
+name when whole.
 
-The trap: numpy wraps ids that do not fit, so the dtype follows the tokenizer's largest id, never
-the ids seen.
+The trap: numpy wraps ids that do not fit: the dtype follows the tokenizer's largest id, not those
+seen.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ class Corpus:
 
     @staticmethod
     def open(folder: Path, vocab_size: int) -> "Corpus":
-        """Map a folder, reading no token, for `vocab_size` ids; a ValueError says what is wrong."""
+        """Map a folder for `vocab_size` ids, reading no token; ValueError if it does not fit."""
         try:
             fields = json.loads((folder / "meta.json").read_text())
             meta = CorpusMeta(**fields)
@@ -127,7 +127,7 @@ def tokenize_files(
 ) -> CorpusMeta:
     """Tokenise files into the new corpus folder `output`; the rest: `TokenizeArguments`.
 
-    A ValueError names all faults of the arguments, or that of a text; no file is left.
+    A ValueError names all faults of the arguments, or a text's, and leaves no file.
     """
     files, faults = _list_files(inputs)
     vocab_size = eos_id = 0
@@ -154,9 +154,9 @@ def tokenize_files(
                     continue
                 ids = numpy.append(ids, numpy.uint32(eos_id))
                 max_id = max(max_id, int(ids.max()))
-                data = ids.astype(dtype).tobytes()
-                digest.update(data)
-                file.write(data)
+                ids = ids.astype(dtype)
+                digest.update(ids)
+                file.write(ids)
                 ends.append(ends[-1] + len(ids))
             file.seek(0)  # the length is known now; numpy pads the header for that
             assert _write_header(file, dtype, ends[-1]) == start, "the header of a .npy file grew"
@@ -164,7 +164,7 @@ def tokenize_files(
             raise ValueError(f"no document with any text in {len(files)} file(s): {files[0]} ...")
         documents = numpy.array(ends, dtype=numpy.int64)
         numpy.save(folder / "documents.npy", documents)
-        digest.update(documents.tobytes())
+        digest.update(documents)
         meta = CorpusMeta(
             tokenizer_name=tokenizer_folder.resolve().name,
             tokenizer_sha256=tokenizer_hash(tokenizer_folder),
@@ -182,7 +182,7 @@ def tokenize_files(
 
 
 def standard_library_files() -> tuple[list[Path], list[Path]]:
-    """The standard library's source files to train on, and 1 in 16 held out by its path's hash."""
+    """The standard library's files to train on, and 1 in 16 held out by its path's hash."""
     root = Path(sysconfig.get_paths()["stdlib"])
     training, held_out = [], []
     for folder, folders, names in os.walk(root):
@@ -201,7 +201,7 @@ def prepare_standard_library(
     vocab_size: int = STANDARD_LIBRARY_VOCABULARY,
     max_bytes: int = 5_000_000,
 ) -> None:
-    """Make `folder/{tokenizer,training,held_out}` where missing; training gets `max_bytes` at most.
+    """Make `folder/{tokenizer,training,held_out}` where missing, training from `max_bytes` at most.
 
     Several runs may do so at once, with the same bytes.
     """
@@ -282,7 +282,7 @@ def _vocab_size(tokenizer: Tokenizer) -> int:
 
 
 def named_eos_token(folder: Path) -> str | None:
-    """The EOS token that a folder's `tokenizer_config.json` names, if any."""
+    """The EOS token of a folder's `tokenizer_config.json`, if any."""
     path = folder / "tokenizer_config.json"
     if not path.exists():
         return None
@@ -298,7 +298,7 @@ def named_eos_token(folder: Path) -> str | None:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """SHA-256 of a folder's `tokenizer.json`; a ValueError if there is none."""
+    """SHA-256 of a folder's `tokenizer.json`; ValueError if it has none."""
     try:
         return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     except OSError:
@@ -313,7 +313,7 @@ def unigram_entropy(tokens: numpy.ndarray) -> float:
 
 
 def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
-    """The text of every document, line ends as in the file; a ValueError names the line."""
+    """Every document, line ends as in the file; a ValueError names the line."""
     for path in tqdm(files, desc="documents", unit="file", disable=None, leave=False):
         try:
             if path.suffix != ".jsonl":
@@ -390,14 +390,13 @@ def _new_folder(output: Path) -> Generator[Path]:
 def _encode(
     batches: Iterator[list[str]], tokenizer_path: Path, num_workers: int
 ) -> Iterator[numpy.ndarray]:
-    """Ids uint32 of every document in order; at most two batches a worker are under way."""
+    """Ids uint32 of every document, in order; at most two batches a worker are under way."""
     if num_workers == 1:
         for batch in batches:
             yield from _encode_batch(tokenizer_path, batch)
         return
     pending: deque[Future[list[numpy.ndarray]]] = deque()
-    # Spawned: a fork copies locks that threads hold. Without the variable each process starts a
-    # thread for every core.
+    # A fork copies locks that threads hold; without the variable each process has a thread a core.
     with ProcessPoolExecutor(
         num_workers,
         mp_context=get_context("spawn"),
@@ -429,8 +428,7 @@ def _plain_tokenizer(path: Path, written: int) -> Tokenizer:
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
+    batch, size = list[str](), 0
     for text in documents:
         batch.append(text)
         size += len(text)

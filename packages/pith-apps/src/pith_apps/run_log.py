@@ -7,11 +7,11 @@
     tensorboard/         when asked for
     lock                 held while a process writes to the folder
 
-A line of `metrics.jsonl` has "loss" (a step) or "held_out_loss" (an evaluation after that step). A
-resumed run first cuts off what it will write again.
+A line of `metrics.jsonl` has "loss" (a step) or "held_out_loss" (an evaluation after it). A resumed
+run first cuts off what it will write again.
 
-The trap: a GPU runs behind the host, so a number handed to `log_step` must have been read after the
-optimizer's kernels were launched: it shows that the step is over.
+The trap: a GPU runs behind the host: a number given to `log_step` must be read after the launch of
+the optimizer's kernels, to show that the step is over.
 """
 
 import json
@@ -86,22 +86,21 @@ class StepRecord:
 
     def line(self, device_type: str) -> str:
         """The step line of rank 0."""
-        width = len(str(self.total_steps))
         unit = "GPU" if device_type == "cuda" else "process"
-        balance, loads = "n/a", ["max-load n/a"]
+        balance, loads = "n/a", "max-load n/a"
         if self.max_load is not None:
             balance = f"{self.balance_loss:.3f}"
-            loads = [f"max-load {self.max_load:.2f}", f"dead {self.dead_experts}"]
-            loads.append(f"entropy {self.load_entropy:.3f}")
+            loads = f"max-load {self.max_load:.2f}  dead {self.dead_experts}"
+            loads += f"  entropy {self.load_entropy:.3f}"
         mfu = "n/a (CPU)" if unit == "process" else "n/a (GPU of unknown peak)"
         if self.mfu is not None:
             mfu = f"{100 * self.mfu:.1f}%"
         parts = [
-            f"step {self.step:>{width}}/{self.total_steps}",
+            f"step {self.step:>{len(str(self.total_steps))}}/{self.total_steps}",
             f"loss {self.loss:.4f}",
             f"balance {balance}",
             *([f"z {self.z_loss:.3f}"] if self.z_loss else []),
-            *loads,
+            loads,
             f"lr {self.learning_rate:.2e}",
             f"grad norm {self.grad_norm:.3f}",
             f"{self.tokens_per_second:,.0f} tok/s",
@@ -132,10 +131,10 @@ class RunLog:
         tokens_seen: int = 0,
         tensorboard: bool = False,
     ):
-        """Open the files; the first step starts now. A ValueError if the folder cannot be written.
+        """Open the files; the first step starts now. ValueError if the folder cannot be written.
 
-        `flops_per_token` are of forward and backward; until `resumed_step` the run saw
-        `tokens_seen` targets. Step 0 is a new run, whose old records are all cut off.
+        `flops_per_token`: forward and backward; `tokens_seen`: targets until `resumed_step`, which
+        is 0 for a new run: old records all go.
         """
         self.rank, self.world_size, self.device = rank, world_size, device
         self.total_steps, self.step, self.tokens_seen = total_steps, resumed_step, tokens_seen
@@ -143,8 +142,7 @@ class RunLog:
         self.num_skipped_steps = 0
         self.metrics: TextIO | None = None
         self.writer: SummaryWriter | None = None
-        # A start from step 0 evaluates again: that record goes too.
-        last_kept = resumed_step or -1
+        last_kept = resumed_step or -1  # a start from step 0 evaluates again
         try:
             (folder / "log").mkdir(parents=True, exist_ok=True)
             self.text = (folder / "log" / f"rank_{rank:05}.log").open("a", buffering=1)
@@ -228,7 +226,7 @@ class RunLog:
 
     @contextmanager
     def elsewhere(self) -> Generator[None]:
-        """Time spent inside counts as `seconds_elsewhere` of the step that ends next."""
+        """Time inside counts as `seconds_elsewhere` of the step that ends next."""
         start = time.perf_counter()
         yield
         self._elsewhere += time.perf_counter() - start
@@ -242,7 +240,7 @@ class RunLog:
 
 
 def write_run_facts(folder: Path, config: dict[str, object], world_size: int) -> None:
-    """Write both JSON files, without environment variables: they may hold credentials."""
+    """Write both JSON files, without environment variables (maybe credentials)."""
     names = ("pith-apps", "numpy", "tokenizers", "safetensors", "triton")
     versions = {found.name: found.version for found in distributions() if found.name in names}
     environment = {

@@ -13,9 +13,8 @@ A unit (embedding, head with the final norm, a layer's dense part, a layer's exp
 A block is what `torch.chunk` gives along dim 0, or along the last dim when dim 0 has fewer rows
 than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit.
 
-torch's `fully_shard` cannot be driven by hand without private members, cannot sum on gloo, and
-loses late weight gradients. The trap: `parameter.grad` must stay a view of `full_grads` (no
-`zero_grad`).
+torch's `fully_shard` needs private members to be driven by hand, cannot sum on gloo, and loses late
+weight gradients. The trap: `parameter.grad` must stay a view of `full_grads` (no `zero_grad`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -80,7 +79,7 @@ class CanonicalBlock:
     """A rank's part of a canonical tensor."""
 
     name: str
-    """The stored name, its last component replaced if there are parts."""
+    """The stored one, its last component replaced if it has parts."""
     tensor: Tensor
     """A view; may be empty."""
     global_shape: tuple[int, ...]
@@ -116,7 +115,6 @@ class Unit:
             column = slot.stop
         self._shards = torch.zeros(column, dtype=master, device=device)
         self._full_grads = torch.zeros(column * self._axis.size, dtype=master, device=device)
-        # A single rank's gradient is whole already.
         alone = self._axis.size == self._replicas.size == 1
         self._grads = self._full_grads if alone else torch.zeros_like(self._shards)
         self.parameters: list[ShardedParameter] = []
@@ -202,8 +200,8 @@ def shard_chunks(
 ) -> list[Unit]:
     """Replace the declared parameters of this rank's chunks by those of units.
 
-    One with several names (tied embeddings) is stored under its first, and its gradient sums all
-    uses. ValueError for one that was not declared.
+    One of several names (tied embeddings) is stored under its first; its gradient sums all uses.
+    ValueError for an undeclared one.
     """
     members: dict[str, dict[str, DeclaredParameter]] = {}
     uses: dict[DeclaredParameter, list[tuple[nn.Module, str]]] = {}
@@ -233,10 +231,7 @@ def sharded_parameters(units: list[Unit]) -> list[ShardedParameter]:
 
 
 def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[CanonicalBlock]:
-    """Cut a tensor shaped like the shard into blocks of canonical tensors, maybe empty.
-
-    A part is an equal share of the last dim but one.
-    """
+    """Cut a tensor like the shard into canonical blocks, maybe empty, by equal shares of dim -2."""
     *prefix, last = parameter.name.split(".")
     parts, shape = parameter.parts or (last,), parameter.global_shape
     dim = max(len(shape) - 2, 0)
@@ -285,8 +280,8 @@ def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
 class _Slot:
     """Where one parameter lies in its unit's buffers.
 
-    The communication buffer has a row a rank and in it `width` columns for the parameter. Split
-    along dim 0, they are the whole tensor row by row, so full buffers have room for as many.
+    The communication buffer has a row a rank and in it `width` columns for it. Split along dim 0,
+    they are the whole tensor row by row, so full buffers have as many elements.
     """
 
     def __init__(

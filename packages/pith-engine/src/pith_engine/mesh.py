@@ -4,9 +4,9 @@ Ranks are numbered with the axes (pp, dp, cp, ep) from outer to inner,
 
     rank = ((pp * DP + dp) * CP + cp) * EP + ep
 
-so ep neighbours, who exchange most, are adjacent. torch's DeviceMesh needs a process group and
-gives no second communicator over the same ranks. The trap: every rank of the *default* group must
-call `Mesh.create`, those beyond the mesh too, because torch creates groups collectively.
+so ep neighbours, who exchange most, are adjacent. torch's DeviceMesh needs a process group and has
+no second communicator of the same ranks. The trap: torch creates groups collectively, so every rank
+of the *default* group must call `Mesh.create`, those beyond the mesh too.
 """
 
 import re
@@ -104,7 +104,7 @@ class Mesh:
     ep: Axis
     """Ranks that share a layer's experts."""
     ep_backward: Axis
-    """A second communicator, so that a backward does not queue behind a forward."""
+    """A second communicator: no backward queues behind a forward."""
     data: Axis
     """dp x cp x ep."""
     expert_data: Axis
@@ -129,7 +129,7 @@ class Mesh:
 
     @classmethod
     def create(cls, config: MeshConfig, timeout: timedelta) -> "Mesh | None":
-        """Create groups, shared by axes of the same ranks; None on ranks beyond the mesh."""
+        """Create groups, one for axes of the same ranks; None on ranks beyond the mesh."""
         raise_violations(config.violations(), "mesh")
         if (running := distributed.get_world_size()) < config.world_size:
             raise ValueError(
@@ -152,7 +152,7 @@ class Mesh:
 
 
 def describe_mesh(config: MeshConfig, ranks_per_node: int) -> str:
-    """A table: size and stride of each axis, whether it crosses nodes, what it carries."""
+    """A table: each axis's size, stride, whether it crosses nodes, what it carries."""
     lines = [f"{'axis':<12} {'size':>5} {'stride':>7}  {'crosses nodes':<14} carries"]
     for name, (_, purpose) in _MEMBERS.items():
         if name == "ep_backward":
@@ -167,7 +167,6 @@ def describe_mesh(config: MeshConfig, ranks_per_node: int) -> str:
 
 def mesh_violations(
     config: MeshConfig,
-    *,
     world_size: int,
     num_experts: int,
     num_layers: int,
@@ -176,7 +175,7 @@ def mesh_violations(
 ) -> list[str]:
     """What keeps a mesh from training a model on `world_size` processes, a line each.
 
-    `num_experts` of a layer (0: dense), `num_micro_batches` of a global step.
+    `num_experts` a layer (0: dense), `num_micro_batches` a global step.
     """
     wrong = []
     if config.world_size != world_size:
@@ -224,13 +223,8 @@ def feasible_meshes(
         for pp, cp, ep, dp in product(sizes, repeat=4)
         if pp * cp * ep * dp == world_size
     ]
-    model = {
-        "num_experts": num_experts,
-        "num_layers": num_layers,
-        "num_micro_batches": num_micro_batches,
-        "sequence_length": sequence_length,
-    }
-    return [mesh for mesh in meshes if not mesh_violations(mesh, world_size=world_size, **model)]
+    facts = world_size, num_experts, num_layers, num_micro_batches, sequence_length
+    return [mesh for mesh in meshes if not mesh_violations(mesh, *facts)]
 
 
 def expert_violations(num_experts: int, ep: int) -> list[str]:

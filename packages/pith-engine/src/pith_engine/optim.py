@@ -3,9 +3,8 @@
     m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
     w <- w - lr * wd * w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-Weight decay wd acts where `Role.is_decayed`. All is elementwise, so a mesh changes nothing. torch's
-fused kernel is called as a function: a checkpoint needs moments, named like the parameters, before
-the first step.
+Weight decay wd acts where `Role.is_decayed`. All is elementwise: a mesh changes nothing. torch's
+fused kernel is a function here: checkpoints need moments by name before the first step.
 """
 
 from collections import Counter
@@ -67,7 +66,7 @@ def check_optimizer(parameters: Sequence[ShardedParameter], config: OptimizerCon
 
 
 def describe_groups(groups: dict[str, list[ShardedParameter]], mesh: Mesh) -> str:
-    """A table of what each method updates in the whole model; all ranks call it.
+    """A table of what each method updates in the model; all ranks call it.
 
     A stack of experts is one tensor, gate and up are two.
     """
@@ -84,7 +83,7 @@ def describe_groups(groups: dict[str, list[ShardedParameter]], mesh: Mesh) -> st
 
 
 class AdamW:
-    """The optimizer of one rank; a resumed run sets `num_steps`, the updates so far."""
+    """One rank's optimizer; a resumed run sets `num_steps`, the updates so far."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], config: OptimizerConfig):
         check_optimizer(parameters, config)
@@ -114,13 +113,13 @@ class AdamW:
             if not members:
                 continue
             moments = [self._moments[p.name] for p in members]
-            # The kernel adds one to each parameter's count of steps before it uses it.
+            # The kernel adds one to the count of steps first.
             count, device = float(self.num_steps), members[0].shard.device
             adamw(
                 [p.shard for p in members],
                 [p.grad for p in members],
-                [moment["exp_avg"] for moment in moments],
-                [moment["exp_avg_sq"] for moment in moments],
+                [m["exp_avg"] for m in moments],
+                [m["exp_avg_sq"] for m in moments],
                 [],
                 list(torch.full((len(members),), count, device=device).unbind()),
                 fused=True,

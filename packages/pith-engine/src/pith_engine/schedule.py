@@ -8,11 +8,11 @@ Before the action of slot k a rank issues one batched exchange: the sends of slo
 receives of slot k, for which the action waits even if a later slot uses them. One more follows the
 last slot.
 
-The trap: a batched exchange is a meeting. NCCL runs the batches of a rank one after the other, each
-until all its transfers are done, so a receive posted late holds up everything behind its send, and
-crossing meetings, as of receives posted just before they are needed, deadlock. So a receive stands
-before the first action that, at unit costs, starts no earlier than the sender is done: no rank then
-waits longer than for the data (`simulate.py`).
+The trap: a batched exchange is a meeting. NCCL runs a rank's batches one by one, each until all its
+transfers are done: a late receive holds up everything behind its send, and crossing meetings, as of
+receives posted just before need, deadlock. So a receive stands before the first action that, at
+unit costs, starts no earlier than the sender is done: no rank waits longer than for the data
+(`simulate.py`).
 """
 
 from bisect import bisect_left
@@ -51,7 +51,7 @@ class Action:
 
     @cached_property
     def parts(self) -> tuple["Action", ...]:
-        """The forward and the backward of an OVERLAP; any other action alone."""
+        """Forward and backward of an OVERLAP; any other action alone."""
         if self.kind is not ActionKind.OVERLAP:
             return (self,)
         chunk, micro_batch = self.backward_chunk, self.backward_micro_batch
@@ -154,7 +154,7 @@ def dualpipev(pp: int, num_micro_batches: int) -> ScheduleTable:
 def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
     """For evaluation: chunk c runs micro-batch m at time `c + 2 m`.
 
-    A rank's chunks differ in parity: it never runs both at once, nor idles after its warm-up.
+    A rank's chunks differ in parity: never both at once, nor idle after warm-up.
     """
     if pp < 1 or num_micro_batches < 1:
         raise ValueError(f"pp is {pp}, num_micro_batches {num_micro_batches}; both must be >= 1")
@@ -177,17 +177,17 @@ def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Actio
     steps: list[tuple[ActionKind, int]] = [(forward, first)] * (2 * to_turn)
     # 2. Fill both directions: F0 F1.
     steps += [(forward, first), (forward, second)] * (rank + 1)
-    # 3. The first gradients, split so that the previous rank gets its early: B1 W F1.
+    # 3. The first gradients, split to reach the previous rank early: B1 W F1.
     steps += [(backward_input, second), weight, (forward, second)] * to_turn
-    # 4. Steady state: F0 & B1, F1 & B0. The last rank starts with the first B1 of all, which every
-    #    other rank waits for, and runs its F0 alone.
+    # 4. Steady state: F0 & B1, F1 & B0. The last rank runs F0 alone, then the first B1 of all, for
+    #    which every other rank waits.
     steady = [(overlap, first), (overlap, second)] * (num_micro_batches - 2 * pp + rank + 1)
     if to_turn == 0:
         steady[:1] = [(forward, first), (backward, second)]
     steps += steady
     # 5. The first chunks have run out of forwards: B1, F1 & B0.
     steps += [(backward, second), (overlap, second)] * to_turn
-    # 6. Drain: B1 B0. Weight gradients of the second half are kept to fill the waits of 7.
+    # 6. Drain: B1 B0. The second half keeps weight gradients for the waits of 7.
     for i in range(2 * (rank + 1)):
         steps.append((backward_input if i > rank else backward, first if i % 2 else second))
     # 7. Drain the first chunk, a kept weight gradient under each wait: W B0.

@@ -19,7 +19,7 @@ experts on this rank, I expert width. Shared experts are one MLP of width `n_sha
 
 The traps: rotary pairs are (2i, 2i + 1); norms of low ranks have epsilon 1e-6 whatever
 `rms_norm_eps` says. Released V2 code scales only weights that it does not normalise, transformers'
-V2 never normalises; the V2 models do not either, and for other settings V3's rule holds here.
+V2 never normalises, nor do V2 models; for other settings V3's rule holds here.
 """
 
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ class DeepseekConfig:
     num_experts_per_tok: int
     """Top-k: experts of a token."""
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"]
-    """V2's softmax gate without or with groups, or V3's sigmoid gate, groups and selection bias."""
+    """V2's softmax gate without or with groups; V3's sigmoid gate, groups, selection bias."""
     n_group: int = 1
     """Groups of neighbouring experts."""
     topk_group: int = 1
@@ -163,17 +163,17 @@ class DeepseekConfig:
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "DeepseekConfig":
-        """Read the fields of a `config.json`; a ValueError names every fault."""
+        """Read a `config.json`; a ValueError names every fault."""
         is_v3 = hf_fields.get("model_type") == "deepseek_v3"
         methods = ("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")
-        # transformers' V3 knows one method only and does not name it.
+        # transformers' V3 has one method, unnamed.
         method = hf_fields.get("topk_method", methods[0])
         fixed = {
             **_fixed_hf_fields(is_v3, hf_fields.get("num_attention_heads")),
             "topk_method": method if method in methods else " or ".join(methods),
         }
         read = HfConfigReader(hf_fields, "DeepSeek", fixed=fixed, neutral=_NEUTRAL_HF_FIELDS)
-        # transformers has other values in the place of absent ones.
+        # transformers has other defaults.
         nulls = {"q_lora_rank": None, "n_shared_experts": 0}
         own = {name: read.optional(name, null) for name, null in nulls.items() if name in hf_fields}
         if not is_v3:
@@ -236,10 +236,7 @@ class DeepseekAttention(nn.Module):
 
 
 class DeepseekLayer(nn.Module):
-    """A `DecoderLayer`: every token goes to K of the experts and to the shared ones, or to an MLP.
-
-    A dense layer has no experts on any rank, and no router.
-    """
+    """A `DecoderLayer`: tokens go to K of the experts and the shared ones, or (dense) to an MLP."""
 
     def __init__(
         self, config: DeepseekConfig, num_local_experts: int, backend: AttentionBackend, cp: Axis
@@ -267,7 +264,7 @@ class DeepseekLayer(nn.Module):
     def attention(
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing | None]:
-        """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, routing to `chosen` if given.
+        """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen` if given).
 
         A sparse layer's residual holds what the shared experts add.
         """
@@ -305,7 +302,7 @@ class DeepseekLayer(nn.Module):
         return grouped_linear(swiglu(gate_up), self.experts_down_proj, groups, weight_grads)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Weighted expert sums or MLP outputs, and residual, `[T, H]` -> hidden `[T, H]`."""
+        """Expert sums or MLP outputs, and residual, `[T, H]` -> hidden `[T, H]`."""
         return residual + combined
 
 

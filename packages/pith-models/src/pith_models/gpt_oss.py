@@ -14,8 +14,8 @@ linear maps of a layer have biases):
 T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are stored as
 one tensor `[E, 2 * I, H]`, gate rows first; checkpoints see two (`parts`).
 The traps: files interleave the rows of gate and up and transpose every expert matrix, which no
-shape tells where H = I, as in the released models. Their YaRN does not round its range
-(`truncate`), their norms round once, and no scaling in a `config.json` means YaRN to transformers.
+shape tells where H = I, as released. YaRN does not round its range (`truncate`), norms round once,
+and no scaling in a `config.json` means YaRN to transformers.
 """
 
 from dataclasses import dataclass, replace
@@ -74,11 +74,11 @@ class GptOssConfig:
     rms_norm_eps: float = 1e-5
     """Added to the mean square in every norm."""
     swiglu_limit: float = 7.0
-    """Upper bound of an expert's gate; its up projection is bounded on both sides."""
+    """Upper bound of an expert's gate; of its up projection on both sides."""
     swiglu_alpha: float = 1.702
     """Factor of the gate inside its sigmoid."""
     initializer_range: float = 0.02
-    """Standard deviation of every initial matrix, sink and router bias; other biases are 0."""
+    """Standard deviation of initial matrices, sinks, router bias; other biases are 0."""
     max_position_embeddings: int = 131_072
     """Longest sequence, in tokens."""
     tie_word_embeddings: bool = False
@@ -113,8 +113,8 @@ class GptOssConfig:
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "GptOssConfig":
-        """Read the fields of a `config.json`; a ValueError names every fault."""
-        # Without either, transformers would take YaRN.
+        """Read a `config.json`; a ValueError names every fault."""
+        # Without either, transformers takes YaRN.
         rope_key = "rope_parameters" if hf_fields.get("rope_parameters") else "rope_scaling"
         rope, length = hf_fields.get(rope_key), hf_fields.get("initial_context_length")
         if isinstance(rope, dict):
@@ -188,7 +188,7 @@ class GptOssLayer(nn.Module):
         """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen` if given)."""
         config, dtype = self.config, hidden.dtype
         D, eps = config.head_dim, config.rms_norm_eps
-        # 1. Normalise and project; the biases are fp32 and would make the sums so.
+        # 1. Normalise and project; fp32 biases would make the sums so.
         normed = rms_norm(hidden, self.attention_norm, eps, rounds_once=True)
         heads = (normed.shape[0], -1, D)
         query = linear(normed, self.q_proj, self.q_bias.to(dtype)).view(heads)
