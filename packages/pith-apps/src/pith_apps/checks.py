@@ -38,7 +38,7 @@ CAPABILITIES = (
         "its Hugging Face format has no place for the bias; use global-batch or sequence",
     ),
 )
-"""Two words of `settings` in `step_violations` that exclude each other, and why."""
+"""Two keys of `settings` in `step_violations` that exclude each other; why."""
 
 
 def check_run(config: RunConfig, machine: Machine) -> None:
@@ -65,7 +65,7 @@ def violations(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def step_violations(config: RunConfig, machine: Machine) -> list[str]:
-    """What keeps any step from running here, whatever the mesh and the data."""
+    """What keeps any step from running here, whatever mesh and data."""
     own = own_violations(config)
     found = own + _model_violations(config, own)
     model_type = config.model.to_hf()["model_type"]
@@ -84,8 +84,8 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
     if _sound(own, "nproc", "mesh") and config.train.device == "cuda" and here > gpus:
         smaller = f"use a mesh of {gpus} ranks or " if gpus else ""
         found.append(
-            f"train.device is 'cuda' with {here} processes here: this machine shows {gpus} GPU(s), "
-            f"one process each; {smaller}set --train.device cpu --train.dtype fp32"
+            f"train.device is 'cuda' with {here} processes here: this machine shows {gpus} GPU(s); "
+            f"{smaller}set --train.device cpu --train.dtype fp32"
         )
     if _sound(own, "model"):
         try:
@@ -102,7 +102,7 @@ def check_values(config: RunConfig) -> None:
 
 
 def own_violations(config: RunConfig) -> list[str]:
-    """What is wrong with each field alone; a line begins with the field's path."""
+    """What is wrong with single fields; lines begin with the path."""
     return [
         *_range_violations(config),
         *config.model.violations(),
@@ -144,13 +144,13 @@ def check_resume(config: RunConfig) -> None:
 
 
 def fixed_changes(config: RunConfig, run: dict[str, Any], fixed: tuple[str, ...]) -> list[str]:
-    """The `changed_fields` since a manifest's `run` that begin with one of `fixed`."""
+    """`changed_fields` since a manifest's `run` that begin with one of `fixed`."""
     changes = changed_fields(run.get("config", {}), config_record(config))
     return [change for change in changes if change.startswith(fixed)]
 
 
 def newest_checkpoint(config: RunConfig) -> Path | None:
-    """The newest complete checkpoint of the run, if any, quiet about others."""
+    """The run's newest complete checkpoint, if any, quiet about others."""
     if not config.checkpoint_folder.is_dir():
         return None
     # Imports as slowly as torch; a new run's launcher does not need it.
@@ -177,7 +177,7 @@ def required_checkpoint(config: RunConfig) -> Path:
 
 
 def hf_model_changes(source: Path, model: ModelConfig) -> list[str]:
-    """Where the model of a Hugging Face folder differs, a line each."""
+    """Where a Hugging Face folder's model differs, a line each."""
     theirs, ours = model_record(model_config_from_hf(read_hf_config(source))), model_record(model)
     is_family = theirs["model_type"] == ours["model_type"]
     return [
@@ -207,7 +207,7 @@ def _start_violations(config: RunConfig) -> list[str]:
 
 
 def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """`path: old -> new` for every field of two `config_record` trees that differs."""
+    """`path: old -> new` for all that differs in two `config_record` trees."""
     found = []
     for name in sorted(old.keys() & new.keys()):
         before, after = old[name], new[name]
@@ -266,7 +266,6 @@ def _range_violations(config: RunConfig) -> list[str]:
 
 
 def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
-    """A run folder or a log that cannot be written."""
     found = []
     if config.log.tensorboard and find_spec("tensorboard") is None:
         found.append(

@@ -39,7 +39,7 @@ class DataConfig:
     held_out: Path | None = None
     """Corpus folder to evaluate on, of the same tokenizer."""
     tokenizer: Path | None = None
-    """Tokenizer folder of both corpora; the export gets a copy of its files."""
+    """Tokenizer folder of both corpora, copied to the export."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class TrainConfig:
     """Steps, their size and numbers."""
 
     steps: int
-    """Optimizer updates of the whole run, those before a resume included."""
+    """Optimizer updates of the run, before a resume included."""
     batch: int
     """Sequences a step over all ranks together."""
     micro_batch: int = 1
@@ -72,8 +72,7 @@ class TrainConfig:
     attention: Literal["auto", "reference", "flash", "cudnn"] = "auto"
     """Attention backend; `auto` is the fastest for this device and dtype, and is printed."""
     recompute: Recompute = "none"
-    """Stages that run again before their backward, with the same gradients: less memory, more
-    computing."""
+    """Stages that run again before backward: same gradients, less memory, more computing."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; `inf` never scales."""
 
@@ -85,7 +84,7 @@ class EvaluationConfig:
     interval: int = 100
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     sequences: int = 64
-    """Held-out sequences of an evaluation, always the same, spread over the corpus."""
+    """Held-out sequences, always the same, spread over the corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +94,7 @@ class CheckpointConfig:
     interval: int = 100
     """Steps between checkpoints; 0 saves after the last step only."""
     keep: int = 2
-    """Newest complete checkpoints that stay; older ones are deleted. At least 1."""
+    """Newest complete checkpoints that stay, at least 1; others are deleted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that decides a run."""
+    """All that decides a run."""
 
     name: str
     """Name of the run: its folder under RUNS_FOLDER."""
@@ -119,7 +118,7 @@ class RunConfig:
     timeout: float = 600.0
     """Seconds after which a collective that a rank waits for fails."""
     model: ModelConfig
-    """The architecture, with the field names of its Hugging Face configuration."""
+    """The architecture, under Hugging Face's field names."""
     mesh: MeshConfig
     """How ranks are arranged."""
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -157,7 +156,7 @@ class RunConfig:
 
     @property
     def export_folder(self) -> Path:
-        """The Hugging Face folder of a finished run."""
+        """A finished run's Hugging Face folder."""
         return self.run_folder / "export"
 
     @property

@@ -42,7 +42,7 @@ LEFT_OUT = {
     *("site-packages", "dist-packages", "__pycache__", "test", "tests", "encodings", "pydoc_data"),
     *("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),
 }
-"""Parts of the standard library that distributions leave out, or that are data."""
+"""What distributions leave out, or data."""
 
 BATCH_CHARACTERS = 1 << 20
 
@@ -207,8 +207,8 @@ def prepare_standard_library(
     """
     training, held_out = standard_library_files()
     training = _spread(training, max_bytes)
-    for name, files in (("tokenizer", training), ("training", training), ("held_out", held_out)):
-        output = folder / name
+    for name in ("tokenizer", "training", "held_out"):
+        output, files = folder / name, held_out if name == "held_out" else training
         if output.exists():
             continue
         try:
@@ -224,7 +224,7 @@ def prepare_standard_library(
 def train_tokenizer(
     files: list[Path], output: Path, *, vocab_size: int, max_bytes: int = 4_000_000
 ) -> None:
-    """Train a byte-level BPE tokenizer (arXiv 1508.07909) on at most `max_bytes` of the files."""
+    """Train a byte-level BPE tokenizer (arXiv 1508.07909) on at most `max_bytes`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -251,7 +251,7 @@ def train_tokenizer(
 
 
 def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenizer, int]:
-    """The tokenizer of a Hugging Face folder and its EOS id."""
+    """A Hugging Face folder's tokenizer and its EOS id."""
     tokenizer = _read_tokenizer(path := folder / "tokenizer.json")
     eos_token = named_eos_token(folder) if eos_token is None else eos_token
     if eos_token is None:
@@ -264,7 +264,7 @@ def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenize
 
 
 def raise_if_too_large(folder: Path, vocab_size: int) -> None:
-    """Refuse a tokenizer whose ids the model's embedding does not have."""
+    """Refuse a tokenizer with ids beyond the embedding."""
     path = folder / "tokenizer.json"
     if (size := _vocab_size(_read_tokenizer(path))) > vocab_size:
         raise ValueError(f"{path} has ids up to {size - 1}, but model.vocab_size is {vocab_size}")
@@ -328,7 +328,7 @@ def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
 
 
 def _spread(files: list[Path], max_bytes: int) -> list[Path]:
-    """Every n-th file, about `max_bytes` together."""
+    """Every n-th file, about `max_bytes`."""
     size = sum(path.stat().st_size for path in files)
     return files[:: max(1, -(-size // max_bytes))]
 
@@ -345,7 +345,6 @@ def _text_of_line(line: str, text_field: str, where: str) -> str:
 
 
 def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
-    """The files to read, and the faults of `inputs`."""
     files, faults = [], []
     for path in inputs:
         below = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
@@ -419,7 +418,7 @@ def _encode_batch(tokenizer_path: Path, texts: list[str]) -> list[numpy.ndarray]
 
 @lru_cache(maxsize=1)
 def _plain_tokenizer(path: Path, written: int) -> Tokenizer:
-    """Cached: opening a large one takes as long as encoding a batch."""
+    """Cached: opening one takes as long as encoding a batch."""
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()

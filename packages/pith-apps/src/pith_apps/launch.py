@@ -35,7 +35,7 @@ def find_machine(num_processes: int, environment: Mapping[str, str]) -> Machine:
 def launch(num_processes: int, arguments: Sequence[str]) -> int:
     """Run `pith ARGUMENTS` as `num_processes` ranks on this machine; return the exit code.
 
-    A rank that fails, or an interrupt (Ctrl-C, SIGTERM), ends all of them and is named.
+    A failing rank, or an interrupt (Ctrl-C, SIGTERM), ends all and is named.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -59,8 +59,8 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(
-            f"pith: rank {rank} was the first to end, with exit code {failure.exitcode}; the other "
-            "ranks were stopped",
+            f"pith: rank {rank} was the first to end, with exit code {failure.exitcode}; the "
+            "others were stopped",
             file=sys.stderr,
         )
         return 1

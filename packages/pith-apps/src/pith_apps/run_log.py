@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 ETA_STEPS = 20
-"""Recent steps that the time to go follows from."""
+"""Recent steps that the ETA follows from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class StepRecord:
     z_loss: float
     """Without coefficient; 0 when off."""
     max_load: float | None
-    """Tokens of the busiest expert over the mean, in the worst layer."""
+    """Tokens of the busiest expert over the mean; worst layer."""
     dead_experts: int | None
     """Without a token, over all layers."""
     load_entropy: float | None
@@ -72,9 +72,9 @@ class StepRecord:
     tokens_per_second_per_rank: float
     """Or per GPU."""
     mfu: float | None
-    """Model FLOP/s over the peak of all GPUs, where that is known."""
+    """Model FLOP/s over the peak of all GPUs, if known."""
     peak_memory: int
-    """Bytes of the fullest rank: allocated on a GPU, resident on a CPU."""
+    """Bytes of the fullest rank: allocated (GPU) or resident (CPU)."""
     step_seconds: float
     """From the end of the step before."""
     seconds_elsewhere: float
@@ -116,7 +116,7 @@ class StepRecord:
 
 
 class RunLog:
-    """The log of one rank, used in a `with`; rank 0 also prints and writes the metrics."""
+    """A rank's log, for a `with`; rank 0 also prints and writes the metrics."""
 
     def __init__(
         self,
@@ -141,7 +141,6 @@ class RunLog:
         self.flops_per_token = flops_per_token
         self.num_skipped_steps = 0
         self.metrics: TextIO | None = None
-        self.writer: SummaryWriter | None = None
         last_kept = resumed_step or -1  # a start from step 0 evaluates again
         try:
             (folder / "log").mkdir(parents=True, exist_ok=True)
@@ -152,8 +151,8 @@ class RunLog:
                 self.metrics = (folder / "metrics.jsonl").open("a", buffering=1)
         except OSError as error:
             raise ValueError(f"run folder {folder} cannot be written: {error}") from None
-        if rank == 0 and tensorboard:
-            self.writer = _open_tensorboard(folder / "tensorboard", last_kept + 1)
+        has_writer = rank == 0 and tensorboard
+        self.writer = _open_tensorboard(folder, last_kept + 1) if has_writer else None
         self._recent: list[float] = []
         self._elsewhere, self._last_end = 0.0, time.perf_counter()
 
@@ -166,7 +165,7 @@ class RunLog:
                 file.close()
 
     def say(self, text: str) -> None:
-        """Write lines to this rank's log; rank 0 prints them too."""
+        """Write lines to the log; rank 0 prints them too."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self.text.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
         if self.rank == 0:
@@ -181,7 +180,7 @@ class RunLog:
         num_tokens: int,
         peak_memory: int,
     ) -> None:
-        """End a step of `num_tokens` over all ranks; rank 0 prints and records it."""
+        """End a step of `num_tokens` over all ranks."""
         now = time.perf_counter()
         seconds, self._last_end = now - self._last_end, now
         elsewhere, self._elsewhere = self._elsewhere, 0.0
@@ -218,7 +217,7 @@ class RunLog:
         self.say(record.line(self.device.type))
 
     def log_held_out(self, loss: float, num_targets: int) -> None:
-        """Record the held-out loss after the latest step, in nats a token."""
+        """Record the held-out loss after this step, in nats a token."""
         if self.metrics is None:
             return
         self._record({"step": self.step, "held_out_loss": loss, "held_out_targets": num_targets})
@@ -260,7 +259,7 @@ def write_run_facts(folder: Path, config: dict[str, object], world_size: int) ->
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records in order, without a half-written last line."""
+    """The records, without a half-written last line."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     try:
@@ -278,7 +277,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def format_seconds(seconds: float) -> str:
-    """`1:02:03`, with days in front when there are any."""
+    """`1:02:03`, after days if any."""
     return re.sub(" days?, ", "d ", str(timedelta(seconds=round(seconds))))
 
 
@@ -294,4 +293,4 @@ def _truncate_metrics(folder: Path, last_step: int) -> list[dict[str, Any]]:
 def _open_tensorboard(folder: Path, purge_step: int) -> "SummaryWriter":
     from torch.utils.tensorboard import SummaryWriter  # `checks.py` asked whether it is there
 
-    return SummaryWriter(str(folder), purge_step=purge_step)
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)

@@ -9,7 +9,7 @@ its blocks at their true offsets, so any mesh reads what any other wrote. To sav
     3. rank 0 writes `manifest.json`: names, sizes, hashes, and the run's facts
     4. rank 0 renames the folder to `step-00000100`
 
-It is complete when every file of the manifest has its size; a load first compares hashes (1.3 s a
+It is complete when every file of the manifest has its size; a load compares hashes first (1.3 s a
 GB on one core). A share of a part (gate and up are one tensor) is no DTensor placement, hence the
 planners. The trap: DCP does not check that a load covers every element; `_read_blocks` does.
 """
@@ -79,7 +79,7 @@ class Manifest:
     files: dict[str, FileRecord]
     """The other files by name."""
     run: dict[str, Any]
-    """As JSON: configuration, data position, tokens seen."""
+    """JSON: configuration, data position, tokens seen."""
     versions: dict[str, str]
     """Of Python and torch."""
 
@@ -120,7 +120,7 @@ def save_checkpoint(
 
 
 def write_checkpoint(folder: Path, step: int, blocks: Sequence[StoredBlock], run: dict) -> Path:
-    """Save whole tensors, keys `model.*`, from one process: an import."""
+    """Save whole tensors `model.*` from one process: an import."""
     return _commit(folder, step, blocks, run, Mesh.single(), has_optimizer=False)
 
 
@@ -177,7 +177,7 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
 def load_checkpoint(
     path: Path, parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None, mesh: Mesh
 ) -> Manifest:
-    """Load weights and an optimizer's moments and step count, on all ranks of any mesh.
+    """Load weights and an optimizer's state, on all ranks of any mesh.
 
     ValueError for damage, no moments, or no tensor of a parameter's shape.
     """
@@ -211,7 +211,7 @@ def read_tensor(path: Path, key: str) -> Tensor:
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints."""
+    """Delete complete checkpoints but the `keep` newest."""
     complete = [path for path in _folders(folder, _COMPLETE_NAME) if not checkpoint_fault(path)]
     for path in complete[: max(len(complete) - keep, 0)]:
         shutil.rmtree(_renamed_aside(path))
@@ -220,7 +220,7 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 def _read_blocks(
     reader: FileSystemReader, metadata: Metadata, blocks: Sequence[StoredBlock]
 ) -> None:
-    """Check all blocks, then fill the tensors that `read()` gives."""
+    """Check all blocks, then fill what `read()` gives."""
     items, faults = [], []
     for block in blocks:
         key, stored = block.key, metadata.state_dict_metadata.get(block.key)
@@ -296,7 +296,7 @@ def _commit(
             {},
             storage_writer=writer,
             planner=_BlockSavePlanner(blocks),
-            process_group=mesh.world.group,  # a mesh may leave ranks of the default group out
+            process_group=mesh.world.group,  # maybe not all ranks of the default one
             no_dist=mesh.world.size == 1,
         )
     names = sorted(os.listdir(temporary))
@@ -373,7 +373,7 @@ def _write_durably(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power loss."""
+    """Make a file, or a folder's names, survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

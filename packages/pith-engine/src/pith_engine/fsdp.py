@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: parameters in units that gather and reduce when told to.
+"""Fully sharded data parallelism: units of parameters that gather and reduce when told to.
 
 A unit (embedding, head with the final norm, a layer's dense part, a layer's experts) owns
 
@@ -46,10 +46,10 @@ class ShardingConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedParameter:
-    """A stored parameter: this rank's block and the whole."""
+    """A stored parameter: block and whole."""
 
     name: str
-    """Unique over the whole model: `layers.3.experts.gate_up`."""
+    """Unique in the model: `layers.3.experts.gate_up`."""
     role: Role
     """What it is."""
     std: float | None
@@ -89,7 +89,7 @@ class CanonicalBlock:
 
 
 class Unit:
-    """Parameters, all experts or none, gathered and reduced together."""
+    """Parameters, all experts' or none, that move together."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Unit:
 
 
 def shard_axes(mesh: Mesh, sharding: ShardingConfig, *, is_expert: bool) -> tuple[Axis, Axis]:
-    """Axes over which parameters are sharded and replicated."""
+    """Axes that shard and replicate parameters."""
     if sharding.replicate_experts if is_expert else sharding.replicate_dense:
         return (mesh.cp if is_expert else mesh.dense_shards), mesh.dp
     none = Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
@@ -226,7 +226,7 @@ def shard_chunks(
 
 
 def sharded_parameters(units: list[Unit]) -> list[ShardedParameter]:
-    """Those of all units, in order."""
+    """Of all units, in order."""
     return [parameter for unit in units for parameter in unit.parameters]
 
 
@@ -253,7 +253,7 @@ def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[Ca
 
 
 def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[CanonicalBlock]:
-    """What a rank of the parameter's axis holds, on the meta device."""
+    """What a rank of its axis holds, on the meta device."""
     axis, dim, shape = parameter.axis, parameter.dim, list(parameter.full.shape)
     own_start, _ = chunk_bounds(shape[dim], axis.size, axis.rank)
     start, stop = chunk_bounds(shape[dim], axis.size, rank)
@@ -272,7 +272,7 @@ def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Te
 
 
 def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Start and stop of a rank's share of `size` rows, as `torch.chunk` cuts."""
+    """Start and stop of a rank's share of `size`, as in `torch.chunk`."""
     share = -(-size // num_ranks)
     return min(rank * share, size), min((rank + 1) * share, size)
 
@@ -309,7 +309,7 @@ class _Slot:
         return row[self.column :][: prod(self.block_shape)].view(self.block_shape)
 
     def views(self, buffer: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Equal parts of a full buffer and of `rows [ranks, from column on]`."""
+        """Equal parts of a full buffer and `rows [ranks, from column on]`."""
         columns = rows[:, : self.width]
         if self.dim == 0:
             yield buffer[: columns.numel()].view(columns.shape), columns

@@ -10,7 +10,7 @@ of the *default* group must call `Mesh.create`, those beyond the mesh too.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import product
 from math import prod
@@ -29,7 +29,7 @@ class MeshConfig:
     pp: int = 1
     """Pipeline stages; the model is cut into twice as many chunks."""
     dp: int = 1
-    """Data-parallel ranks; they shard parameters unless `sharding` replicates them."""
+    """Data-parallel ranks, which shard parameters unless `sharding` replicates them."""
     cp: int = 1
     """Ranks that share one sequence."""
     ep: int = 1
@@ -43,7 +43,7 @@ class MeshConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """Size by name, from outer to inner."""
-        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep}
+        return asdict(self)
 
     @property
     def world_size(self) -> int:
@@ -57,7 +57,7 @@ class MeshConfig:
 
     @property
     def label(self) -> str:
-        """Axes of more than one rank: `pp2-ep2`; `single` without any."""
+        """Axes of several ranks: `pp2-ep2`; `single` without."""
         return "-".join(f"{n}{s}" for n, s in self.sizes.items() if s > 1) or "single"
 
 
@@ -73,7 +73,7 @@ def parse_mesh(label: str) -> MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """Ranks that differ in one axis, or in several, alone."""
+    """Ranks that differ in one or several axes alone."""
 
     name: str
     """For messages, such as `ep`."""
@@ -84,12 +84,12 @@ class Axis:
     ranks: tuple[int, ...]
     """Global ranks, in axis order."""
     group: distributed.ProcessGroup | None
-    """None for one rank, or for a mesh made from sizes alone."""
+    """None for one rank, or a mesh of sizes alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All axes of one rank; `_MEMBERS` says what they carry."""
+    """A rank's axes; `_MEMBERS` says what they carry."""
 
     config: MeshConfig
     """The sizes."""
@@ -121,7 +121,7 @@ class Mesh:
 
     @classmethod
     def plan(cls, config: MeshConfig, rank: int) -> "Mesh":
-        """A mesh without groups, for one process or for planning."""
+        """Without groups, for one process or for planning."""
         raise_violations(config.violations(), "mesh")
         if not 0 <= rank < config.world_size:
             raise ValueError(f"rank {rank} of mesh {config.label}: 0 to {config.world_size - 1}")
@@ -147,7 +147,7 @@ class Mesh:
 
     @property
     def batch_rank(self) -> int:
-        """Which share of the data this rank reads."""
+        """This rank's share of the data."""
         return self.dp.rank * self.ep.size + self.ep.rank
 
 
@@ -216,7 +216,7 @@ def mesh_violations(
 def feasible_meshes(
     world_size: int, num_experts: int, num_layers: int, num_micro_batches: int, sequence_length: int
 ) -> list[MeshConfig]:
-    """All meshes of `world_size` processes that can train the model."""
+    """All meshes of `world_size` that can train the model."""
     sizes = _divisors(world_size)
     meshes = [
         MeshConfig(pp=pp, dp=dp, cp=cp, ep=ep)
@@ -228,7 +228,7 @@ def feasible_meshes(
 
 
 def expert_violations(num_experts: int, ep: int) -> list[str]:
-    """A line unless the ep axis can share the experts of a layer."""
+    """A line unless ep can share a layer's experts."""
     if num_experts == 0 and ep > 1:
         return [f"mesh.ep = {ep}: the model has no experts; use mesh.dp"]
     if num_experts % ep == 0:
@@ -256,7 +256,7 @@ _MEMBERS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def _axes(config: MeshConfig, rank: int, groups: dict) -> dict[str, Axis]:
-    """`groups`: (whether it is the backward's own, its ranks) -> communicator."""
+    """`groups`: (whether the backward's own, ranks) -> communicator."""
     axes = {}
     for name in _MEMBERS:
         ranks = _ranks_of(name, config, rank)

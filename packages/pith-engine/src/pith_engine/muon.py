@@ -55,7 +55,7 @@ class _Piece:
     shape: tuple[int, int]
     """[R, C] of the whole."""
     places: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    """Offsets and shape of each rank's piece; empty for whole matrices."""
+    """Offsets and shape of each rank's piece; [] for whole matrices."""
 
     def direction(self, mu: float) -> Tensor:
         """u; updates the momentum."""
@@ -100,12 +100,9 @@ class Muon:
             for axis, pieces in spread.items()
             for owned_by in _assign(pieces, axis.size, chunk_elements)
         ]
-        pieces = [m for _, owned_by in self._chunks for owned in owned_by for m in owned]
-        held = sum(piece.shard.numel() for piece in self._local + pieces)
-        assert held == sum(p.shard.numel() for p in self._matrices), "each element in one matrix"
 
     def groups(self) -> dict[str, list[ShardedParameter]]:
-        """The matrices under `muon`, the others under `adamw`."""
+        """Matrices under `muon`, the others under `adamw`."""
         return {"muon": self._matrices, **self._rest.groups()}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
@@ -114,7 +111,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update all shards from their gradients; all ranks of the mesh call it."""
+        """Update all shards; all ranks of the mesh call it."""
         self._rest.num_steps = self.num_steps
         self._rest.step(lr)
         self.num_steps += 1
@@ -160,7 +157,7 @@ class Muon:
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Newton-Schulz on each of `[n, R, C]`: singular values become about 0.7 to 1.2."""
+    """Newton-Schulz on `[n, R, C]`: singular values become about 0.7 to 1.2."""
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
@@ -174,13 +171,13 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Consecutive parts of a flat buffer, shaped like the tensors."""
+    """Parts of a flat buffer, shaped like the tensors."""
     parts = buffer.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _pieces(parameter: ShardedParameter, momentum: Tensor, chunk_elements: int) -> Iterator[_Piece]:
-    """Stacks of whole matrices, up to `chunk_elements`, and pieces of spread ones."""
+    """Stacks of whole matrices to `chunk_elements`, pieces of spread ones."""
     assert parameter.shard.dim() in (2, 3), f"{parameter.name}: a matrix or a stack of matrices"
     tensors = parameter.shard, parameter.grad, momentum
     mine = zip(*(canonical_blocks(parameter, tensor) for tensor in tensors), strict=True)

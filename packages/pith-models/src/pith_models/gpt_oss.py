@@ -50,11 +50,11 @@ class GptOssConfig:
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
-    """Decoder layers, all of them sparse."""
+    """Decoder layers, all sparse."""
     num_attention_heads: int
     """Query heads."""
     num_key_value_heads: int
-    """Key and value heads; divides the query heads."""
+    """Key and value heads; divides query heads."""
     head_dim: int
     """Width of a head; even."""
     intermediate_size: int
@@ -64,7 +64,7 @@ class GptOssConfig:
     num_experts_per_tok: int
     """Top-k: experts of a token."""
     sliding_window: int
-    """Keys that a query of a sliding layer sees, its own included."""
+    """Keys that a query of a sliding layer sees, with its own."""
     layer_types: tuple[str, ...] = ()
     """`sliding_attention` or `full_attention` a layer; empty: even layers (from 0) slide."""
     rope_theta: float = 150_000.0
@@ -78,9 +78,9 @@ class GptOssConfig:
     swiglu_alpha: float = 1.702
     """Factor of the gate inside its sigmoid."""
     initializer_range: float = 0.02
-    """Standard deviation of initial matrices, sinks, router bias; other biases are 0."""
+    """Standard deviation of initial matrices, sinks, router bias; others are 0."""
     max_position_embeddings: int = 131_072
-    """Longest sequence, in tokens."""
+    """Longest sequence."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding."""
 
@@ -104,11 +104,11 @@ class GptOssConfig:
         return any(map(self.is_sliding, range(self.num_hidden_layers)))
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer routes: every one does."""
+        """Whether the layer routes: all do."""
         return True
 
     def is_sliding(self, layer: int) -> bool:
-        """Whether the layer attends within the window."""
+        """Whether it attends within the window."""
         return self.layer_types[layer] == _SLIDING if self.layer_types else layer % 2 == 0
 
     @staticmethod
@@ -145,7 +145,7 @@ class GptOssConfig:
 
 
 class GptOssLayer(nn.Module):
-    """A `DecoderLayer` whose tokens go to K of the experts."""
+    """A `DecoderLayer`: tokens go to K experts."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class GptOssLayer(nn.Module):
     def attention(
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing]:
-        """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen` if given)."""
+        """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen`)."""
         config, dtype = self.config, hidden.dtype
         D, eps = config.head_dim, config.rms_norm_eps
         # 1. Normalise and project; fp32 biases would make the sums so.
@@ -197,7 +197,7 @@ class GptOssLayer(nn.Module):
         # 2. Rotate q and k by their positions.
         cos, sin = rotary_table(config, D, hidden, batch)
         query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
-        # 3. Attend within each sequence, project back, add the residual.
+        # 3. Attend within sequences, project back, add the residual.
         out = context_attention(
             *(query, key, value, batch, self.cp),
             window=self.window,

@@ -80,11 +80,16 @@ class CanonicalTensor:
     is_expert_stack: bool = False
     """Whether dim 0 counts experts."""
     copy: str | None = None
-    """A key under which a folder may hold it again; never written."""
+    """A key that may hold it again; never written."""
     fused: FusedKey | None = None
     """Where files without `keys` hold the stack; written only if `keys` is ()."""
     keeps_float32: bool = False
     """Whether files hold it in fp32, whatever their dtype."""
+
+    @property
+    def written(self) -> dict[str, tuple[int, ...]]:
+        """Key -> shape in an export."""
+        return self.stored(())
 
     def stored(self, present: Container[str]) -> dict[str, tuple[int, ...]]:
         """Key -> shape in files that have these keys."""
@@ -95,20 +100,15 @@ class CanonicalTensor:
         shape = (*columns, rows) if self.fused.is_transposed else (rows, *columns)
         return {self.fused.key: (experts, *shape)}
 
-    @property
-    def written(self) -> dict[str, tuple[int, ...]]:
-        """Key -> shape in an export."""
-        return self.stored(())
-
     def slices(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Views of a tensor of `shape`, one per expert of a stack, else itself."""
+        """Views of a tensor of `shape`: a stack's experts, else itself."""
         return tensor.unbind(0) if self.is_expert_stack else (tensor,)
 
 
 def layer_tensors(
     layer: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> list[CanonicalTensor]:
-    """A layer's tensors: name -> key between `model.layers.N.` and `.weight`, shape."""
+    """From name -> key between `model.layers.N.` and `.weight`, shape."""
     return [
         CanonicalTensor(f"layers.{layer}.{name}", shape, (f"model.layers.{layer}.{key}.weight",))
         for name, (key, shape) in tensors.items()
@@ -149,7 +149,7 @@ class SkippedKeys:
 
 
 class HuggingFaceTensors(Mapping[str, Tensor]):
-    """The canonical tensors of a folder, each read as `dtype` when asked for.
+    """A folder's canonical tensors, read as `dtype` when asked for.
 
     ValueError with every missing, unexpected and misshapen key, or a damaged file; `account` is a
     line about the keys.
@@ -176,8 +176,8 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
                 copy = self._load(CanonicalTensor(tensor.name, tensor.shape, (tensor.copy,)))
                 if not torch.equal(copy, self[tensor.name]):
                     raise ValueError(
-                        f"{folder}: {tensor.copy} differs from {tensor.keys[0]}, to which "
-                        "config.json ties it: set tie_word_embeddings to false there or remove it"
+                        f"{folder}: {tensor.copy} differs from {tensor.keys[0]}, tied by "
+                        "config.json: set tie_word_embeddings to false there or remove it"
                     )
         found = (headers[parts[0]].dtype for parts in self._parts.values())
         new, olds = _dtype_name(dtype), Counter(_dtype_name(_DTYPES.get(n, n)) for n in found)
@@ -191,7 +191,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         return self._load(self._layout[name])
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A block of a tensor; of an expert stack only the block's experts are read."""
+        """A block of a tensor; of a stack only its experts are read."""
         tensor = self._layout[name]
         if not tensor.is_expert_stack:
             return cut_block(self._load(tensor), offsets, sizes)
@@ -199,7 +199,6 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         return cut_block(self._load(tensor, experts), (0, *offsets[1:]), sizes)
 
     def _load(self, tensor: CanonicalTensor, experts: range | None = None) -> Tensor:
-        """Whole, or these experts of a stack."""
         places: list[tuple[str, int | None]] = [(key, None) for key in tensor.keys]
         if fused := tensor.fused if tensor.fused and tensor.fused.key in self._parts else None:
             places = [(fused.key, expert) for expert in range(tensor.shape[0])]
@@ -308,15 +307,12 @@ def held_folder(folder: Path) -> Generator[Path]:
 
 @dataclass(frozen=True)
 class _Header:
-    """What a file's header says of a key."""
-
     path: Path
     shape: tuple[int, ...]
     dtype: str
 
 
 def _read_headers(folder: Path) -> dict[str, _Header]:
-    """Every key of a folder, from the files themselves."""
     index_path = folder / INDEX_FILE
     has_index = index_path.is_file()
     index = _read_json(index_path).get("weight_map") if has_index else {}
@@ -390,7 +386,7 @@ def _check_keys(
 def _parts(
     key: str, shape: tuple[int, ...], headers: Mapping[str, _Header]
 ) -> dict[str, tuple[tuple[int, ...], Sequence[str]]]:
-    """What the files must hold for a key: name -> shape, allowed dtypes."""
+    """What files must hold for a key: name -> shape, dtypes."""
     if key not in headers and f"{key}_blocks" in headers and len(shape) == 3 and shape[1] % 32 == 0:
         groups = shape[0], shape[2], shape[1] // 32
         return {f"{key}_blocks": ((*groups, 16), ["U8"]), f"{key}_scales": (groups, ["U8"])}
@@ -450,8 +446,6 @@ def _write_files(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an exported key goes."""
-
     path: Path
     offset: int
     shape: tuple[int, ...]
@@ -530,9 +524,4 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + more if names else "none"
 
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

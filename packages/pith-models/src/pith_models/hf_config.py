@@ -110,7 +110,6 @@ class HfConfigReader:
         return {}
 
     def _rope(self) -> tuple[float, Yarn | None]:
-        """Rotary base and YaRN scaling in either spelling."""
         thetas, scalings = [self.optional("rope_theta", None)], []
         for key in ("rope_scaling", "rope_parameters"):
             nested = self._object(key)
