@@ -188,7 +188,6 @@ def hf_model_changes(source: Path, model: ModelConfig) -> list[str]:
 
 
 def _start_violations(config: RunConfig) -> list[str]:
-    """A `start.from` that is no Hugging Face folder or checkpoint of this model."""
     source = config.start.source
     if source is None:
         return []
@@ -359,7 +358,7 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
         if tokenizer and meta.tokenizer_sha256 != tokenizer:
             found.append(
                 f"{here}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
-                f"{str(folders.tokenizer)!r} is another tokenizer; give the one it was made with"
+                f"{str(folders.tokenizer)!r} is another tokenizer; give its own"
             )
         if meta.vocab_size > vocab_size:
             found.append(_small_vocabulary(config, path, meta.vocab_size))

@@ -47,8 +47,8 @@ class StartConfig:
     """What a run without own checkpoint starts from."""
 
     source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Hugging Face folder or checkpoint whose weights step 1 starts from, with a new optimizer and
-    schedule (default: initial weights)."""
+    """Hugging Face folder or checkpoint of the first weights, with a new optimizer and schedule
+    (default: initial weights)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,11 @@ class TrainConfig:
     batch: int
     """Sequences a step over all ranks together."""
     micro_batch: int = 1
-    """Sequences that one forward sees on one rank."""
+    """Sequences of one forward on one rank."""
     sequence_length: int
     """Tokens of a sequence."""
     seed: int = 0
-    """Seed of the initial weights and of the data order."""
+    """Seed of initial weights and data order."""
     dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Compute dtype; master weights, gradients and moments are fp32 (fp64 with `fp64`)."""
     device: Literal["cpu", "cuda"] = "cuda"
@@ -82,7 +82,7 @@ class EvaluationConfig:
     """Held-out loss."""
 
     interval: int = 100
-    """Steps between evaluations; 0 evaluates before the first and after the last step only."""
+    """Steps between evaluations; 0: before the first and after the last step only."""
     sequences: int = 64
     """Held-out sequences, always the same, spread over the corpus."""
 
@@ -92,7 +92,7 @@ class CheckpointConfig:
     """Saving; the run folder's newest complete checkpoint is always resumed."""
 
     interval: int = 100
-    """Steps between checkpoints; 0 saves after the last step only."""
+    """Steps between checkpoints; 0: after the last step only."""
     keep: int = 2
     """Newest complete checkpoints that stay, at least 1; others are deleted."""
 
@@ -114,9 +114,9 @@ class RunConfig:
     runs_folder: Path = Path("runs")
     """Where run folders stand."""
     nproc: int | None = None
-    """Processes to start here (default: the mesh's world size), unless torchrun or srun did."""
+    """Processes to start here (default: the mesh's ranks), unless torchrun or srun did."""
     timeout: float = 600.0
-    """Seconds after which a collective that a rank waits for fails."""
+    """Seconds after which a collective fails that a rank waits for."""
     model: ModelConfig
     """The architecture, under Hugging Face's field names."""
     mesh: MeshConfig
@@ -124,7 +124,7 @@ class RunConfig:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     """What is replicated over mesh.dp (HSDP)."""
     layers_per_chunk: tuple[int, ...] | None = None
-    """Layers of each of the 2 * pp chunks, in layer order (default: balanced by cost)."""
+    """Layers of each of the 2 * pp chunks, in order (default: balanced by cost)."""
     data: DataConfig = DataConfig()
     """The corpus."""
     start: StartConfig = StartConfig()
@@ -146,12 +146,12 @@ class RunConfig:
 
     @property
     def run_folder(self) -> Path:
-        """Holds everything this run writes."""
+        """Holds all that this run writes."""
         return self.runs_folder / self.name
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Where its checkpoints stand."""
+        """Its checkpoints."""
         return self.run_folder / "checkpoints"
 
     @property

@@ -269,7 +269,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has used, as in `StepRecord`."""
+    """Most memory used so far, as in `StepRecord`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -134,7 +134,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def checkpoint_fault(path: Path) -> str | None:
-    """Why a checkpoint is not complete, or None."""
+    """Why it is not complete, or None."""
     if not (path / MANIFEST_NAME).is_file():
         return f"no {MANIFEST_NAME}"
     try:
@@ -168,8 +168,8 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
     changed = [name for part in gather_objects(changed, mesh.world) for name in part]
     if changed:
         raise ValueError(
-            f"checkpoint {path} is damaged, {', '.join(changed)} changed after saving: remove the "
-            "folder to go on from an older one"
+            f"checkpoint {path} is damaged, {', '.join(changed)} changed after saving: remove it "
+            "to go on from an older one"
         )
     return manifest
 

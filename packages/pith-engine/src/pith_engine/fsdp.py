@@ -100,7 +100,7 @@ class Unit:
         device: torch.device,
         sharding: ShardingConfig = ShardingConfig(),
     ):
-        """`declared` by stored name; the master dtype is `accumulation_dtype`."""
+        """`declared` by stored name; master dtype: `accumulation_dtype`."""
         self.name = name
         master = accumulation_dtype(compute_dtype)
         is_expert = any(declaration.role.is_expert for declaration in declared.values())

@@ -64,8 +64,7 @@ class MeshConfig:
 def parse_mesh(label: str) -> MeshConfig:
     """Read a `MeshConfig.label`, axes in any order."""
     parts = [] if label == "single" else label.split("-")
-    axis = re.compile(r"(pp|dp|cp|ep)[1-9][0-9]*")
-    sizes = {part[:2]: int(part[2:]) for part in parts if axis.fullmatch(part)}
+    sizes = {p[:2]: int(p[2:]) for p in parts if re.fullmatch(r"(pp|dp|cp|ep)[1-9][0-9]*", p)}
     if len(sizes) < len(parts):
         raise ValueError(f"mesh {label!r}: expected axes pp, dp, cp, ep with sizes, as in pp2-ep2")
     return MeshConfig(**sizes)

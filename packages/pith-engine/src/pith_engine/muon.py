@@ -45,7 +45,7 @@ CHUNK_ELEMENTS = 2**25
 """That a rank owns at a time: 64 MiB in bf16, enough to hide launches."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Piece:
     """A rank's part of a matrix, maybe empty, or a stack of whole ones."""
 

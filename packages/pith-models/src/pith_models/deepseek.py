@@ -75,7 +75,7 @@ class DeepseekConfig:
     first_k_dense_replace: int
     """Dense layers, the first; all others are sparse."""
     n_routed_experts: int
-    """Experts of a sparse layer."""
+    """Experts of a sparse layer, over all ranks."""
     n_shared_experts: int
     """Experts' widths in a sparse layer's shared MLP; 0: none."""
     num_experts_per_tok: int

@@ -225,7 +225,7 @@ class GptOssLayer(nn.Module):
         return grouped_linear(inner, down, groups, weight_grads, bias)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Weighted expert sums and residual, both `[T, H]` -> hidden `[T, H]`."""
+        """Expert sums and residual, both `[T, H]` -> hidden `[T, H]`."""
         return residual + combined
 
 

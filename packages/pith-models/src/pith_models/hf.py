@@ -143,7 +143,7 @@ class SkippedKeys:
     """Keys that are left out on purpose."""
 
     prefix: str
-    """What they start with, the dot included."""
+    """Their beginning, dot included."""
     reason: str
     """Ends the line that reports them."""
 
@@ -230,7 +230,7 @@ def read_hf_config(folder: Path) -> dict:
     """`config.json` of a Hugging Face folder; ValueError if it has none."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} is not a Hugging Face folder: it has no config.json")
+        raise ValueError(f"{folder} is no Hugging Face folder: it has no config.json")
     return _read_json(path)
 
 
@@ -258,7 +258,7 @@ def export_tensors(
     missing, unexpected = expected - present, present - expected
     if missing or unexpected:
         raise ValueError(
-            f"the tensors are not those of this model: missing {_first(sorted(missing))}; "
+            f"the tensors are not this model's: missing {_first(sorted(missing))}; "
             f"unexpected {_first(sorted(unexpected))}"
         )
     temporary, replaced = (out.with_name(f"{out.name}.{end}") for end in ("tmp", "replaced"))

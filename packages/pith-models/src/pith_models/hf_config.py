@@ -102,7 +102,6 @@ class HfConfigReader:
         return config
 
     def _object(self, name: str) -> dict[str, Any]:
-        """A field that holds fields, without those that are null."""
         given = self.optional(name, {})
         if isinstance(given, dict):
             return {key: value for key, value in given.items() if value is not None}
