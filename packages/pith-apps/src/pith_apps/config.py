@@ -107,7 +107,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All that decides a run."""
+    """What decides a run."""
 
     name: str
     """Name of the run: its folder under RUNS_FOLDER."""
