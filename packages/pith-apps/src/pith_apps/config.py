@@ -110,9 +110,9 @@ class RunConfig:
     """What decides a run."""
 
     name: str
-    """Name of the run: its folder under RUNS_FOLDER."""
+    """Name of its folder under RUNS_FOLDER."""
     runs_folder: Path = Path("runs")
-    """Where run folders stand."""
+    """Holds run folders."""
     nproc: int | None = None
     """Processes to start here (default: the mesh's ranks), unless torchrun or srun did."""
     timeout: float = 600.0
@@ -128,7 +128,7 @@ class RunConfig:
     data: DataConfig = DataConfig()
     """The corpus."""
     start: StartConfig = StartConfig()
-    """Weights to start from."""
+    """First weights."""
     train: TrainConfig
     """Steps and batches."""
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -154,9 +154,9 @@ def tokenize_files(
                     continue
                 ids = numpy.append(ids, numpy.uint32(eos_id))
                 max_id = max(max_id, int(ids.max()))
-                ids = ids.astype(dtype)
-                digest.update(ids)
-                file.write(ids)
+                data = ids.astype(dtype).data
+                digest.update(data)
+                file.write(data)
                 ends.append(ends[-1] + len(ids))
             file.seek(0)  # the length is known now; numpy pads the header for that
             assert _write_header(file, dtype, ends[-1]) == start, "the header of a .npy file grew"
@@ -164,7 +164,7 @@ def tokenize_files(
             raise ValueError(f"no document with any text in {len(files)} file(s): {files[0]} ...")
         documents = numpy.array(ends, dtype=numpy.int64)
         numpy.save(folder / "documents.npy", documents)
-        digest.update(documents)
+        digest.update(documents.data)
         meta = CorpusMeta(
             tokenizer_name=tokenizer_folder.resolve().name,
             tokenizer_sha256=tokenizer_hash(tokenizer_folder),
