@@ -1,11 +1,11 @@
 """Every reason why a run cannot start, found before anything is touched.
 
-`violations` reports everything at once: field path, value, what is allowed, a fix. What is wrong
-with one field says the `violations` method of its dataclass, or `_range_violations` for those of
-`config.py`; what relates several fields, or a field and the machine, stands here.
+`violations` reports all at once: field path, value, what is allowed, a fix. One field is checked by
+the `violations` method of its dataclass, or by `_range_violations` for those of `config.py`;
+relations between fields, or with the machine, stand here.
 
-The trap: a relation between values that are out of range makes no sense (a remainder of zero), so
-it is looked at only where `_sound` finds its fields in order.
+The trap: a relation of values out of range makes no sense (a remainder of zero), so it is looked at
+only where `_sound` finds its fields in order.
 """
 
 import os
@@ -29,7 +29,7 @@ from pith_apps.data import too_few_samples
 from pith_apps.plan import Machine, chosen_attention
 
 FIXED_FIELDS = ("model.", "train.seed:", "train.batch:", "train.sequence_length:", "optim.method:")
-"""Beginnings of the changes that a resumed run refuses."""
+"""How changes begin that a resumed run refuses."""
 
 CAPABILITIES = (
     (
@@ -38,17 +38,17 @@ CAPABILITIES = (
         "its Hugging Face format has no place for the bias; use global-batch or sequence",
     ),
 )
-"""Two words of `settings` in `step_violations` that exclude each other, and why."""
+"""Two keys of `settings` in `step_violations` that exclude each other; why."""
 
 
 def check_run(config: RunConfig, machine: Machine) -> None:
-    """Refuse a run that cannot work; a ValueError names every violation."""
+    """Refuse a run that cannot work: a ValueError with every violation."""
     found = violations(config, machine)
     raise_violations(found, f"{len(found)} reason(s) why run {config.name!r} cannot start")
 
 
 def violations(config: RunConfig, machine: Machine) -> list[str]:
-    """Everything that is wrong with running `config` on `machine`, a line each."""
+    """What is wrong with running `config` on `machine`, a line each."""
     own = own_violations(config)
     found = step_violations(config, machine) + _place_violations(config, own)
     found += _mesh_violations(config, machine, own)
@@ -65,7 +65,7 @@ def violations(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def step_violations(config: RunConfig, machine: Machine) -> list[str]:
-    """What keeps any step from running here, whatever the mesh and the data."""
+    """What keeps any step from running here, whatever mesh and data."""
     own = own_violations(config)
     found = own + _model_violations(config, own)
     model_type = config.model.to_hf()["model_type"]
@@ -84,8 +84,8 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
     if _sound(own, "nproc", "mesh") and config.train.device == "cuda" and here > gpus:
         smaller = f"use a mesh of {gpus} ranks or " if gpus else ""
         found.append(
-            f"train.device is 'cuda' with {here} processes here: this machine shows {gpus} GPU(s), "
-            f"one process each; {smaller}set --train.device cpu --train.dtype fp32"
+            f"train.device is 'cuda' with {here} processes here: this machine shows {gpus} GPU(s); "
+            f"{smaller}set --train.device cpu --train.dtype fp32"
         )
     if _sound(own, "model"):
         try:
@@ -102,7 +102,7 @@ def check_values(config: RunConfig) -> None:
 
 
 def own_violations(config: RunConfig) -> list[str]:
-    """What is wrong with each field alone; a line begins with the field's path."""
+    """What is wrong with single fields; lines begin with the path."""
     return [
         *_range_violations(config),
         *config.model.violations(),
@@ -114,13 +114,13 @@ def own_violations(config: RunConfig) -> list[str]:
 
 
 def _sound(own: list[str], *paths: str) -> bool:
-    """Whether no line of `own_violations` is about these fields or a field of theirs."""
+    """Whether no line of `own_violations` is about these fields or theirs."""
     prefixes = tuple(f"{path}." for path in paths)
     return not any(f"{line.split()[0]}.".startswith(prefixes) for line in own)
 
 
 def check_resume(config: RunConfig) -> None:
-    """Refuse to resume with another model, optimizer, seed or data; all else may change."""
+    """Refuse to resume with another model, optimizer, seed or data; the rest may change."""
     newest = newest_checkpoint(config)
     if newest is None:
         return
@@ -144,16 +144,16 @@ def check_resume(config: RunConfig) -> None:
 
 
 def fixed_changes(config: RunConfig, run: dict[str, Any], fixed: tuple[str, ...]) -> list[str]:
-    """The `changed_fields` since a manifest's `run` that begin with one of `fixed`."""
+    """`changed_fields` since a manifest's `run` that begin with one of `fixed`."""
     changes = changed_fields(run.get("config", {}), config_record(config))
     return [change for change in changes if change.startswith(fixed)]
 
 
 def newest_checkpoint(config: RunConfig) -> Path | None:
-    """The newest complete checkpoint of the run, if any, quiet about others."""
+    """The run's newest complete checkpoint, if any, quiet about others."""
     if not config.checkpoint_folder.is_dir():
         return None
-    # Takes as long to import as torch itself, and a new run's launcher does not need it.
+    # Imports as slowly as torch; a new run's launcher does not need it.
     from pith_engine.checkpoint import find_checkpoint
 
     with warnings.catch_warnings():
@@ -162,7 +162,7 @@ def newest_checkpoint(config: RunConfig) -> Path | None:
 
 
 def required_checkpoint(config: RunConfig) -> Path:
-    """The newest complete checkpoint; a ValueError if there is none or it is of another model."""
+    """The newest complete checkpoint; ValueError if there is none or of another model."""
     newest = newest_checkpoint(config)
     if newest is None:
         raise ValueError(
@@ -177,7 +177,7 @@ def required_checkpoint(config: RunConfig) -> Path:
 
 
 def hf_model_changes(source: Path, model: ModelConfig) -> list[str]:
-    """Where the model of a Hugging Face folder differs, a line each."""
+    """Where a Hugging Face folder's model differs, a line each."""
     theirs, ours = model_record(model_config_from_hf(read_hf_config(source))), model_record(model)
     is_family = theirs["model_type"] == ours["model_type"]
     return [
@@ -188,7 +188,6 @@ def hf_model_changes(source: Path, model: ModelConfig) -> list[str]:
 
 
 def _start_violations(config: RunConfig) -> list[str]:
-    """A `start.from` that is neither a Hugging Face folder nor a checkpoint of this model."""
     source = config.start.source
     if source is None:
         return []
@@ -207,7 +206,7 @@ def _start_violations(config: RunConfig) -> list[str]:
 
 
 def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """`path: old -> new` for every field of two `config_record` trees that differs."""
+    """`path: old -> new` for all that differs in two `config_record` trees."""
     found = []
     for name in sorted(old.keys() & new.keys()):
         before, after = old[name], new[name]
@@ -232,7 +231,7 @@ def _dense_violations(config: RunConfig) -> list[str]:
 
 
 def _range_violations(config: RunConfig) -> list[str]:
-    train, name = config.train, config.name
+    train, name, norm = config.train, config.name, config.train.max_grad_norm
     at_least = [
         ("nproc", config.nproc, 1),
         ("train.steps", train.steps, 1),
@@ -256,13 +255,7 @@ def _range_violations(config: RunConfig) -> list[str]:
         ("train.seed", train.seed, train.seed < 2**63, "numbers below 2**63", "0"),
         ("timeout", config.timeout, is_time, "seconds above 0 and up to 1e9", "600"),
         ("name", name, is_folder, "names of one folder, up to 255 bytes", "my-run"),
-        (
-            "train.max_grad_norm",
-            train.max_grad_norm,
-            train.max_grad_norm > 0,
-            "numbers above 0",
-            "1",
-        ),
+        ("train.max_grad_norm", norm, norm > 0, "numbers above 0", "1"),
     ]
     return [
         f"{path} is {value!r}: allowed are {allowed}; set --{path.replace('_', '-')} {fix}"
@@ -272,7 +265,6 @@ def _range_violations(config: RunConfig) -> list[str]:
 
 
 def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
-    """A run folder or a log that cannot be written."""
     found = []
     if config.log.tensorboard and find_spec("tensorboard") is None:
         found.append(
@@ -366,7 +358,7 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
         if tokenizer and meta.tokenizer_sha256 != tokenizer:
             found.append(
                 f"{here}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
-                f"{str(folders.tokenizer)!r} is another tokenizer; give the one it was made with"
+                f"{str(folders.tokenizer)!r} is another tokenizer; give its own"
             )
         if meta.vocab_size > vocab_size:
             found.append(_small_vocabulary(config, path, meta.vocab_size))

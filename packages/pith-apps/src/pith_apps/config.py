@@ -1,13 +1,13 @@
 """One run as one frozen dataclass tree.
 
-A recipe returns a `RunConfig`; the command line overrides its fields (`--train.steps 4`). The
-docstring under a field is its `--help` text, so an option is one field here and nowhere else.
+A recipe returns a `RunConfig`; the command line overrides its fields (`--train.steps 4`). A field's
+docstring is its `--help` text: an option is one field, here alone.
 
 How a step is cut into micro-batches, with B = `train.batch`, b = `train.micro_batch`, R = dp * ep:
 
     B sequences = R batch ranks * N micro-batches a rank * b sequences,     N >= 2 * pp
 
-The trap: a dataclass that checked itself would report one error alone; `checks.py` reports all.
+The trap: a dataclass that checks itself reports one error alone; `checks.py` reports all.
 """
 
 import dataclasses
@@ -39,32 +39,32 @@ class DataConfig:
     held_out: Path | None = None
     """Corpus folder to evaluate on, of the same tokenizer."""
     tokenizer: Path | None = None
-    """Tokenizer folder of both corpora; the export gets a copy of its files."""
+    """Tokenizer folder of both corpora, copied to the export."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartConfig:
-    """What a run without a checkpoint of its own starts from."""
+    """What a run without own checkpoint starts from."""
 
     source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Hugging Face folder or checkpoint whose weights step 1 starts from, with a new optimizer and
-    schedule (default: initial weights)."""
+    """Hugging Face folder or checkpoint of the first weights, with a new optimizer and schedule
+    (default: initial weights)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Steps, their size, and the numbers they compute with."""
+    """Steps, their size and numbers."""
 
     steps: int
-    """Optimizer updates of the whole run, those before a resume included."""
+    """Optimizer updates of the run, before a resume included."""
     batch: int
     """Sequences a step over all ranks together."""
     micro_batch: int = 1
-    """Sequences that one forward sees on one rank."""
+    """Sequences of one forward on one rank."""
     sequence_length: int
     """Tokens of a sequence."""
     seed: int = 0
-    """Seed of the initial weights and of the data order."""
+    """Seed of initial weights and data order."""
     dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Compute dtype; master weights, gradients and moments are fp32 (fp64 with `fp64`)."""
     device: Literal["cpu", "cuda"] = "cuda"
@@ -72,8 +72,7 @@ class TrainConfig:
     attention: Literal["auto", "reference", "flash", "cudnn"] = "auto"
     """Attention backend; `auto` is the fastest for this device and dtype, and is printed."""
     recompute: Recompute = "none"
-    """Stages that run again before their backward, with the same gradients: less memory, more
-    computing."""
+    """Stages that run again before backward: same gradients, less memory, more computing."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; `inf` never scales."""
 
@@ -83,24 +82,24 @@ class EvaluationConfig:
     """Held-out loss."""
 
     interval: int = 100
-    """Steps between evaluations; 0 evaluates before the first and after the last step only."""
+    """Steps between evaluations; 0: before the first and after the last step only."""
     sequences: int = 64
-    """Held-out sequences of an evaluation, always the same, spread over the corpus."""
+    """Held-out sequences, always the same, spread over the corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Saving; the newest complete checkpoint of the run folder is always resumed."""
+    """Saving; the run folder's newest complete checkpoint is always resumed."""
 
     interval: int = 100
-    """Steps between checkpoints; 0 saves after the last step only."""
+    """Steps between checkpoints; 0: after the last step only."""
     keep: int = 2
-    """Newest complete checkpoints that stay; older ones are deleted. At least 1."""
+    """Newest complete checkpoints that stay, at least 1; others are deleted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What a run writes beside the step lines and `metrics.jsonl`."""
+    """Beside the step lines and `metrics.jsonl`."""
 
     tensorboard: bool = False
     """Also write TensorBoard events (needs the `tensorboard` extra)."""
@@ -108,28 +107,28 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that decides a run."""
+    """What decides a run."""
 
     name: str
-    """Name of the run: its folder under RUNS_FOLDER."""
+    """Name of its folder under RUNS_FOLDER."""
     runs_folder: Path = Path("runs")
-    """Where run folders stand."""
+    """Holds run folders."""
     nproc: int | None = None
-    """Processes to start here (default: the mesh's world size), unless torchrun or srun did."""
+    """Processes to start here (default: the mesh's ranks), unless torchrun or srun did."""
     timeout: float = 600.0
-    """Seconds after which a collective that a rank waits for fails."""
+    """Seconds after which a collective fails that a rank waits for."""
     model: ModelConfig
-    """The architecture, with the field names of its Hugging Face configuration."""
+    """The architecture, under Hugging Face's field names."""
     mesh: MeshConfig
     """How ranks are arranged."""
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     """What is replicated over mesh.dp (HSDP)."""
     layers_per_chunk: tuple[int, ...] | None = None
-    """Layers of each of the 2 * pp chunks, in layer order (default: balanced by cost)."""
+    """Layers of each of the 2 * pp chunks, in order (default: balanced by cost)."""
     data: DataConfig = DataConfig()
     """The corpus."""
     start: StartConfig = StartConfig()
-    """Weights to start from."""
+    """First weights."""
     train: TrainConfig
     """Steps and batches."""
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -147,27 +146,27 @@ class RunConfig:
 
     @property
     def run_folder(self) -> Path:
-        """Holds everything this run writes."""
+        """Holds all that this run writes."""
         return self.runs_folder / self.name
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Where its checkpoints stand."""
+        """Its checkpoints."""
         return self.run_folder / "checkpoints"
 
     @property
     def export_folder(self) -> Path:
-        """The Hugging Face folder of a finished run."""
+        """A finished run's Hugging Face folder."""
         return self.run_folder / "export"
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The tokenizer of an export, which needs no corpus; a ValueError if there is none."""
+        """The tokenizer of an export, which needs no corpus; ValueError if there is none."""
         return self.data.tokenizer or self.folders.tokenizer
 
     @property
     def folders(self) -> "_DataFolders":
-        """Corpora and tokenizer; a ValueError if one is not given."""
+        """Corpora and tokenizer; ValueError if one is missing."""
         data, root = self.data, self.runs_folder / "standard-library"
         if data.standard_library:
             return _DataFolders(root / "training", root / "held_out", root / "tokenizer")
@@ -197,11 +196,11 @@ def torch_dtype(name: Literal["bf16", "fp32", "fp64"]) -> torch.dtype:
 
 
 def config_record(config: RunConfig) -> dict[str, Any]:
-    """The tree as JSON values, for `config.json` and a checkpoint's manifest."""
+    """The tree as JSON values, for `config.json` and manifests."""
     record = {**dataclasses.asdict(config), "model": model_record(config.model)}
     return json.loads(json.dumps(record, default=str))
 
 
 def model_record(model: ModelConfig) -> dict[str, Any]:
-    """The fields of a model's configuration, and its family under `model_type`."""
+    """A model's fields, and its family under `model_type`."""
     return {"model_type": model.to_hf()["model_type"], **dataclasses.asdict(model)}

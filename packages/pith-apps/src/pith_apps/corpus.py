@@ -6,11 +6,11 @@ The same bytes whatever machine or number of workers wrote them:
     documents.npy  `[D + 1]` int64, document d is `tokens[documents[d] : documents[d + 1]]`
     meta.json      `CorpusMeta`
 
-Every document ends with the EOS id; text that spells it is encoded as plain text, so none can forge
-its end. A folder gets its name when whole.
+Every document ends with the EOS id; text that spells it is encoded as plain text. A folder gets its
+name when whole.
 
-The trap: numpy wraps ids that do not fit, so the dtype follows the tokenizer's largest id, never
-the ids seen.
+The trap: numpy wraps ids that do not fit: the dtype follows the tokenizer's largest id, not those
+seen.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ LEFT_OUT = {
     *("site-packages", "dist-packages", "__pycache__", "test", "tests", "encodings", "pydoc_data"),
     *("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),
 }
-"""Parts of the standard library that distributions leave out, or that are data."""
+"""What distributions leave out, or data."""
 
 BATCH_CHARACTERS = 1 << 20
 
@@ -86,7 +86,7 @@ class Corpus:
 
     @staticmethod
     def open(folder: Path, vocab_size: int) -> "Corpus":
-        """Map a folder, reading no token, for `vocab_size` ids; a ValueError says what is wrong."""
+        """Map a folder for `vocab_size` ids, reading no token; ValueError if it does not fit."""
         try:
             fields = json.loads((folder / "meta.json").read_text())
             meta = CorpusMeta(**fields)
@@ -127,7 +127,7 @@ def tokenize_files(
 ) -> CorpusMeta:
     """Tokenise files into the new corpus folder `output`; the rest: `TokenizeArguments`.
 
-    A ValueError names all faults of the arguments, or that of a text; no file is left.
+    A ValueError names all faults of the arguments, or a text's, and leaves no file.
     """
     files, faults = _list_files(inputs)
     vocab_size = eos_id = 0
@@ -154,7 +154,7 @@ def tokenize_files(
                     continue
                 ids = numpy.append(ids, numpy.uint32(eos_id))
                 max_id = max(max_id, int(ids.max()))
-                data = ids.astype(dtype).tobytes()
+                data = ids.astype(dtype).data
                 digest.update(data)
                 file.write(data)
                 ends.append(ends[-1] + len(ids))
@@ -164,7 +164,7 @@ def tokenize_files(
             raise ValueError(f"no document with any text in {len(files)} file(s): {files[0]} ...")
         documents = numpy.array(ends, dtype=numpy.int64)
         numpy.save(folder / "documents.npy", documents)
-        digest.update(documents.tobytes())
+        digest.update(documents.data)
         meta = CorpusMeta(
             tokenizer_name=tokenizer_folder.resolve().name,
             tokenizer_sha256=tokenizer_hash(tokenizer_folder),
@@ -182,7 +182,7 @@ def tokenize_files(
 
 
 def standard_library_files() -> tuple[list[Path], list[Path]]:
-    """The standard library's source files to train on, and 1 in 16 held out by its path's hash."""
+    """The standard library's files to train on, and 1 in 16 held out by its path's hash."""
     root = Path(sysconfig.get_paths()["stdlib"])
     training, held_out = [], []
     for folder, folders, names in os.walk(root):
@@ -201,14 +201,14 @@ def prepare_standard_library(
     vocab_size: int = STANDARD_LIBRARY_VOCABULARY,
     max_bytes: int = 5_000_000,
 ) -> None:
-    """Make `folder/{tokenizer,training,held_out}` where missing; training gets `max_bytes` at most.
+    """Make `folder/{tokenizer,training,held_out}` where missing, training from `max_bytes` at most.
 
     Several runs may do so at once, with the same bytes.
     """
     training, held_out = standard_library_files()
     training = _spread(training, max_bytes)
-    for name, files in (("tokenizer", training), ("training", training), ("held_out", held_out)):
-        output = folder / name
+    for name in ("tokenizer", "training", "held_out"):
+        output, files = folder / name, held_out if name == "held_out" else training
         if output.exists():
             continue
         try:
@@ -224,7 +224,7 @@ def prepare_standard_library(
 def train_tokenizer(
     files: list[Path], output: Path, *, vocab_size: int, max_bytes: int = 4_000_000
 ) -> None:
-    """Train a byte-level BPE tokenizer (arXiv 1508.07909) on at most `max_bytes` of the files."""
+    """Train a byte-level BPE tokenizer (arXiv 1508.07909) on at most `max_bytes`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -251,7 +251,7 @@ def train_tokenizer(
 
 
 def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenizer, int]:
-    """The tokenizer of a Hugging Face folder and its EOS id."""
+    """A Hugging Face folder's tokenizer and its EOS id."""
     tokenizer = _read_tokenizer(path := folder / "tokenizer.json")
     eos_token = named_eos_token(folder) if eos_token is None else eos_token
     if eos_token is None:
@@ -264,7 +264,7 @@ def open_tokenizer(folder: Path, eos_token: str | None = None) -> tuple[Tokenize
 
 
 def raise_if_too_large(folder: Path, vocab_size: int) -> None:
-    """Refuse a tokenizer whose ids the model's embedding does not have."""
+    """Refuse a tokenizer with ids beyond the embedding."""
     path = folder / "tokenizer.json"
     if (size := _vocab_size(_read_tokenizer(path))) > vocab_size:
         raise ValueError(f"{path} has ids up to {size - 1}, but model.vocab_size is {vocab_size}")
@@ -282,7 +282,7 @@ def _vocab_size(tokenizer: Tokenizer) -> int:
 
 
 def named_eos_token(folder: Path) -> str | None:
-    """The EOS token that a folder's `tokenizer_config.json` names, if any."""
+    """The EOS token of a folder's `tokenizer_config.json`, if any."""
     path = folder / "tokenizer_config.json"
     if not path.exists():
         return None
@@ -298,7 +298,7 @@ def named_eos_token(folder: Path) -> str | None:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """SHA-256 of a folder's `tokenizer.json`; a ValueError if there is none."""
+    """SHA-256 of a folder's `tokenizer.json`; ValueError if it has none."""
     try:
         return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     except OSError:
@@ -313,7 +313,7 @@ def unigram_entropy(tokens: numpy.ndarray) -> float:
 
 
 def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
-    """The text of every document, line ends as in the file; a ValueError names the line."""
+    """Every document, line ends as in the file; a ValueError names the line."""
     for path in tqdm(files, desc="documents", unit="file", disable=None, leave=False):
         try:
             if path.suffix != ".jsonl":
@@ -328,7 +328,7 @@ def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
 
 
 def _spread(files: list[Path], max_bytes: int) -> list[Path]:
-    """Every n-th file, about `max_bytes` together."""
+    """Every n-th file, about `max_bytes`."""
     size = sum(path.stat().st_size for path in files)
     return files[:: max(1, -(-size // max_bytes))]
 
@@ -345,7 +345,6 @@ def _text_of_line(line: str, text_field: str, where: str) -> str:
 
 
 def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
-    """The files to read, and the faults of `inputs`."""
     files, faults = [], []
     for path in inputs:
         below = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
@@ -390,14 +389,13 @@ def _new_folder(output: Path) -> Generator[Path]:
 def _encode(
     batches: Iterator[list[str]], tokenizer_path: Path, num_workers: int
 ) -> Iterator[numpy.ndarray]:
-    """Ids uint32 of every document in order; at most two batches a worker are under way."""
+    """Ids uint32 of every document, in order; at most two batches a worker are under way."""
     if num_workers == 1:
         for batch in batches:
             yield from _encode_batch(tokenizer_path, batch)
         return
     pending: deque[Future[list[numpy.ndarray]]] = deque()
-    # Spawned: a fork copies locks that threads hold. Without the variable each process starts a
-    # thread for every core.
+    # A fork copies locks that threads hold; without the variable each process has a thread a core.
     with ProcessPoolExecutor(
         num_workers,
         mp_context=get_context("spawn"),
@@ -420,7 +418,7 @@ def _encode_batch(tokenizer_path: Path, texts: list[str]) -> list[numpy.ndarray]
 
 @lru_cache(maxsize=1)
 def _plain_tokenizer(path: Path, written: int) -> Tokenizer:
-    """Cached: opening a large one takes as long as encoding a batch."""
+    """Cached: opening one takes as long as encoding a batch."""
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -429,8 +427,7 @@ def _plain_tokenizer(path: Path, written: int) -> Tokenizer:
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
+    batch, size = list[str](), 0
     for text in documents:
         batch.append(text)
         size += len(text)

@@ -4,8 +4,8 @@
     torchrun -m pith_apps.cli pretrain demo     the command is one rank
     srun pith pretrain demo                     likewise, in a step of several tasks
 
-The trap: the elastic launcher gives every worker its own session, so one that is killed would leave
-workers behind that go on writing; `cli.py` ties a worker to its launcher before anything else.
+The trap: workers of the elastic launcher have sessions of their own, so killed it would leave them
+writing; `cli.py` ties a worker to its launcher before anything else.
 """
 
 import os
@@ -19,12 +19,12 @@ from pith_apps.plan import Machine
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun, srun or `launch` started this process as one rank of a group."""
+    """Whether torchrun, srun or `launch` started this process as a rank."""
     return "RANK" in environment or read_launch(environment).world_size > 1
 
 
 def find_machine(num_processes: int, environment: Mapping[str, str]) -> Machine:
-    """The group this process was started in, or `num_processes` that it would launch here."""
+    """This process's group, or the `num_processes` that it would launch here."""
     found = read_launch(environment)
     world_size = processes_here = num_processes
     if is_rank(environment):
@@ -35,13 +35,13 @@ def find_machine(num_processes: int, environment: Mapping[str, str]) -> Machine:
 def launch(num_processes: int, arguments: Sequence[str]) -> int:
     """Run `pith ARGUMENTS` as `num_processes` ranks on this machine; return the exit code.
 
-    A rank that fails, or an interrupt (Ctrl-C, SIGTERM), ends all of them and is named.
+    A failing rank, or an interrupt (Ctrl-C, SIGTERM), ends all and is named.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # Ranks share the cores: without this each would start a thread for every core.
+    # Ranks share the cores; each would start a thread a core.
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     launch_config = LaunchConfig(
@@ -59,13 +59,13 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(
-            f"pith: rank {rank} was the first to end, with exit code {failure.exitcode}; the other "
-            "ranks were stopped",
+            f"pith: rank {rank} was the first to end, with exit code {failure.exitcode}; the "
+            "others were stopped",
             file=sys.stderr,
         )
         return 1
     except (SignalException, KeyboardInterrupt) as error:
-        # torch's handler raises even while Python exits: a second Ctrl-C would end in a traceback.
+        # torch's handler raises even while Python exits: a traceback at a second Ctrl-C.
         for ending in (signal.SIGINT, signal.SIGTERM):
             signal.signal(ending, signal.SIG_IGN)
         number = error.sigval if isinstance(error, SignalException) else signal.SIGINT

@@ -7,11 +7,11 @@
     tensorboard/         when asked for
     lock                 held while a process writes to the folder
 
-A line of `metrics.jsonl` has "loss" (a step) or "held_out_loss" (an evaluation after that step). A
-resumed run first cuts off what it will write again.
+A line of `metrics.jsonl` has "loss" (a step) or "held_out_loss" (an evaluation after it). A resumed
+run first cuts off what it will write again.
 
-The trap: a GPU runs behind the host, so a number handed to `log_step` must have been read after the
-optimizer's kernels were launched: it shows that the step is over.
+The trap: a GPU runs behind the host: a number given to `log_step` must be read after the launch of
+the optimizer's kernels, to show that the step is over.
 """
 
 import json
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 ETA_STEPS = 20
-"""Recent steps that the time to go follows from."""
+"""Recent steps that the ETA follows from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class StepRecord:
     z_loss: float
     """Without coefficient; 0 when off."""
     max_load: float | None
-    """Tokens of the busiest expert over the mean, in the worst layer."""
+    """Tokens of the busiest expert over the mean; worst layer."""
     dead_experts: int | None
     """Without a token, over all layers."""
     load_entropy: float | None
@@ -72,9 +72,9 @@ class StepRecord:
     tokens_per_second_per_rank: float
     """Or per GPU."""
     mfu: float | None
-    """Model FLOP/s over the peak of all GPUs, where that is known."""
+    """Model FLOP/s over the peak of all GPUs, if known."""
     peak_memory: int
-    """Bytes of the fullest rank: allocated on a GPU, resident on a CPU."""
+    """Bytes of the fullest rank: allocated (GPU) or resident (CPU)."""
     step_seconds: float
     """From the end of the step before."""
     seconds_elsewhere: float
@@ -86,22 +86,21 @@ class StepRecord:
 
     def line(self, device_type: str) -> str:
         """The step line of rank 0."""
-        width = len(str(self.total_steps))
         unit = "GPU" if device_type == "cuda" else "process"
-        balance, loads = "n/a", ["max-load n/a"]
+        balance, loads = "n/a", "max-load n/a"
         if self.max_load is not None:
             balance = f"{self.balance_loss:.3f}"
-            loads = [f"max-load {self.max_load:.2f}", f"dead {self.dead_experts}"]
-            loads.append(f"entropy {self.load_entropy:.3f}")
+            loads = f"max-load {self.max_load:.2f}  dead {self.dead_experts}"
+            loads += f"  entropy {self.load_entropy:.3f}"
         mfu = "n/a (CPU)" if unit == "process" else "n/a (GPU of unknown peak)"
         if self.mfu is not None:
             mfu = f"{100 * self.mfu:.1f}%"
         parts = [
-            f"step {self.step:>{width}}/{self.total_steps}",
+            f"step {self.step:>{len(str(self.total_steps))}}/{self.total_steps}",
             f"loss {self.loss:.4f}",
             f"balance {balance}",
             *([f"z {self.z_loss:.3f}"] if self.z_loss else []),
-            *loads,
+            loads,
             f"lr {self.learning_rate:.2e}",
             f"grad norm {self.grad_norm:.3f}",
             f"{self.tokens_per_second:,.0f} tok/s",
@@ -117,7 +116,7 @@ class StepRecord:
 
 
 class RunLog:
-    """The log of one rank, used in a `with`; rank 0 also prints and writes the metrics."""
+    """A rank's log, for a `with`; rank 0 also prints and writes the metrics."""
 
     def __init__(
         self,
@@ -132,19 +131,17 @@ class RunLog:
         tokens_seen: int = 0,
         tensorboard: bool = False,
     ):
-        """Open the files; the first step starts now. A ValueError if the folder cannot be written.
+        """Open the files; the first step starts now. ValueError if the folder cannot be written.
 
-        `flops_per_token` are of forward and backward; until `resumed_step` the run saw
-        `tokens_seen` targets. Step 0 is a new run, whose old records are all cut off.
+        `flops_per_token`: forward and backward; `tokens_seen`: targets until `resumed_step`, which
+        is 0 for a new run: old records all go.
         """
         self.rank, self.world_size, self.device = rank, world_size, device
         self.total_steps, self.step, self.tokens_seen = total_steps, resumed_step, tokens_seen
         self.flops_per_token = flops_per_token
         self.num_skipped_steps = 0
         self.metrics: TextIO | None = None
-        self.writer: SummaryWriter | None = None
-        # A start from step 0 evaluates again: that record goes too.
-        last_kept = resumed_step or -1
+        last_kept = resumed_step or -1  # a start from step 0 evaluates again
         try:
             (folder / "log").mkdir(parents=True, exist_ok=True)
             self.text = (folder / "log" / f"rank_{rank:05}.log").open("a", buffering=1)
@@ -154,8 +151,8 @@ class RunLog:
                 self.metrics = (folder / "metrics.jsonl").open("a", buffering=1)
         except OSError as error:
             raise ValueError(f"run folder {folder} cannot be written: {error}") from None
-        if rank == 0 and tensorboard:
-            self.writer = _open_tensorboard(folder / "tensorboard", last_kept + 1)
+        has_writer = rank == 0 and tensorboard
+        self.writer = _open_tensorboard(folder, last_kept + 1) if has_writer else None
         self._recent: list[float] = []
         self._elsewhere, self._last_end = 0.0, time.perf_counter()
 
@@ -168,7 +165,7 @@ class RunLog:
                 file.close()
 
     def say(self, text: str) -> None:
-        """Write lines to this rank's log; rank 0 prints them too."""
+        """Write lines to the log; rank 0 prints them too."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self.text.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
         if self.rank == 0:
@@ -183,7 +180,7 @@ class RunLog:
         num_tokens: int,
         peak_memory: int,
     ) -> None:
-        """End a step of `num_tokens` over all ranks; rank 0 prints and records it."""
+        """End a step of `num_tokens` over all ranks."""
         now = time.perf_counter()
         seconds, self._last_end = now - self._last_end, now
         elsewhere, self._elsewhere = self._elsewhere, 0.0
@@ -220,7 +217,7 @@ class RunLog:
         self.say(record.line(self.device.type))
 
     def log_held_out(self, loss: float, num_targets: int) -> None:
-        """Record the held-out loss after the latest step, in nats a token."""
+        """Record the held-out loss after this step, in nats a token."""
         if self.metrics is None:
             return
         self._record({"step": self.step, "held_out_loss": loss, "held_out_targets": num_targets})
@@ -228,7 +225,7 @@ class RunLog:
 
     @contextmanager
     def elsewhere(self) -> Generator[None]:
-        """Time spent inside counts as `seconds_elsewhere` of the step that ends next."""
+        """Time inside counts as `seconds_elsewhere` of the step that ends next."""
         start = time.perf_counter()
         yield
         self._elsewhere += time.perf_counter() - start
@@ -242,7 +239,7 @@ class RunLog:
 
 
 def write_run_facts(folder: Path, config: dict[str, object], world_size: int) -> None:
-    """Write both JSON files, without environment variables: they may hold credentials."""
+    """Write both JSON files, without environment variables (maybe credentials)."""
     names = ("pith-apps", "numpy", "tokenizers", "safetensors", "triton")
     versions = {found.name: found.version for found in distributions() if found.name in names}
     environment = {
@@ -262,7 +259,7 @@ def write_run_facts(folder: Path, config: dict[str, object], world_size: int) ->
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records in order, without a half-written last line."""
+    """The records, without a half-written last line."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     try:
@@ -272,7 +269,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has used, as in `StepRecord`."""
+    """Most memory used so far, as in `StepRecord`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -280,7 +277,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def format_seconds(seconds: float) -> str:
-    """`1:02:03`, with days in front when there are any."""
+    """`1:02:03`, after days if any."""
     return re.sub(" days?, ", "d ", str(timedelta(seconds=round(seconds))))
 
 
@@ -296,4 +293,4 @@ def _truncate_metrics(folder: Path, last_step: int) -> list[dict[str, Any]]:
 def _open_tensorboard(folder: Path, purge_step: int) -> "SummaryWriter":
     from torch.utils.tensorboard import SummaryWriter  # `checks.py` asked whether it is there
 
-    return SummaryWriter(str(folder), purge_step=purge_step)
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)

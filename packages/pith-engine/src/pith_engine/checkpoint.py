@@ -9,10 +9,9 @@ its blocks at their true offsets, so any mesh reads what any other wrote. To sav
     3. rank 0 writes `manifest.json`: names, sizes, hashes, and the run's facts
     4. rank 0 renames the folder to `step-00000100`
 
-It is complete when every file of the manifest has its size; a load first compares hashes (1.3 s a
-GB, measured on one core). A rank's share of a part (gate and up are stored as one) is no DTensor
-placement, hence the planners. The trap: DCP does not check that a load covers every element, so
-`_read_blocks` does.
+It is complete when every file of the manifest has its size; a load compares hashes first (1.3 s a
+GB on one core). A share of a part (gate and up are one tensor) is no DTensor placement, hence the
+planners. The trap: DCP does not check that a load covers every element; `_read_blocks` does.
 """
 
 import hashlib
@@ -80,7 +79,7 @@ class Manifest:
     files: dict[str, FileRecord]
     """The other files by name."""
     run: dict[str, Any]
-    """As JSON: configuration, data position, tokens seen."""
+    """JSON: configuration, data position, tokens seen."""
     versions: dict[str, str]
     """Of Python and torch."""
 
@@ -100,7 +99,7 @@ class StoredBlock:
     dtype: torch.dtype
     """The tensor's."""
     read: Callable[[], Tensor]
-    """Gives the block when it is written: one at a time is in memory."""
+    """Gives the block when written: one at a time is in memory."""
 
 
 def save_checkpoint(
@@ -113,20 +112,20 @@ def save_checkpoint(
 ) -> Path:
     """Save weights, moments and `run` (rank 0's) as `folder/step-<step>`, and return it.
 
-    All ranks call it; earlier checkpoints survive any failure. A CheckpointException comes on every
-    rank, an OSError of the folder or the manifest on rank 0 alone.
+    All ranks call it; earlier checkpoints survive any failure. CheckpointException on every rank,
+    OSError of the folder or the manifest on rank 0 alone.
     """
     written = [p for p in parameters if p.replicas.rank == 0]  # replicas hold the same bits
     return _commit(folder, step, _blocks(written, optimizer), run, mesh, has_optimizer=True)
 
 
 def write_checkpoint(folder: Path, step: int, blocks: Sequence[StoredBlock], run: dict) -> Path:
-    """Save whole tensors, keys `model.*`, from one process: an import."""
+    """Save whole tensors `model.*` from one process: an import."""
     return _commit(folder, step, blocks, run, Mesh.single(), has_optimizer=False)
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The newest complete one, or None; warns about incomplete ones."""
+    """The newest complete one, if any; warns about incomplete ones."""
     for path in reversed(_folders(folder, _COMPLETE_NAME)):
         if (fault := checkpoint_fault(path)) is None:
             return path
@@ -135,7 +134,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def checkpoint_fault(path: Path) -> str | None:
-    """Why a checkpoint is not complete, or None."""
+    """Why it is not complete, or None."""
     if not (path / MANIFEST_NAME).is_file():
         return f"no {MANIFEST_NAME}"
     try:
@@ -160,7 +159,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
-    """Compare all hashes, on all ranks; ValueError on each if a file is gone or changed."""
+    """Compare hashes on all ranks; ValueError on each if a file is gone or changed."""
     if fault := checkpoint_fault(path):
         raise ValueError(f"checkpoint {path} is incomplete: {fault}")
     manifest = read_manifest(path)
@@ -169,8 +168,8 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
     changed = [name for part in gather_objects(changed, mesh.world) for name in part]
     if changed:
         raise ValueError(
-            f"checkpoint {path} is damaged, {', '.join(changed)} changed after saving: remove the "
-            "folder to go on from an older one"
+            f"checkpoint {path} is damaged, {', '.join(changed)} changed after saving: remove it "
+            "to go on from an older one"
         )
     return manifest
 
@@ -178,7 +177,7 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
 def load_checkpoint(
     path: Path, parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None, mesh: Mesh
 ) -> Manifest:
-    """Load weights and, with an optimizer, moments and step count, on all ranks of any mesh.
+    """Load weights and an optimizer's state, on all ranks of any mesh.
 
     ValueError for damage, no moments, or no tensor of a parameter's shape.
     """
@@ -194,7 +193,7 @@ def load_checkpoint(
 
 
 def tensor_names(path: Path, prefix: str = "model.") -> list[str]:
-    """Sorted names of the tensors with this prefix, without it."""
+    """Sorted names of tensors with this prefix, without it."""
     keys = sorted(FileSystemReader(path).read_metadata().state_dict_metadata)
     return [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
 
@@ -212,7 +211,7 @@ def read_tensor(path: Path, key: str) -> Tensor:
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints."""
+    """Delete complete checkpoints but the `keep` newest."""
     complete = [path for path in _folders(folder, _COMPLETE_NAME) if not checkpoint_fault(path)]
     for path in complete[: max(len(complete) - keep, 0)]:
         shutil.rmtree(_renamed_aside(path))
@@ -221,7 +220,7 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 def _read_blocks(
     reader: FileSystemReader, metadata: Metadata, blocks: Sequence[StoredBlock]
 ) -> None:
-    """Check all blocks, then fill the tensors that `read()` gives."""
+    """Check all blocks, then fill what `read()` gives."""
     items, faults = [], []
     for block in blocks:
         key, stored = block.key, metadata.state_dict_metadata.get(block.key)
@@ -231,7 +230,7 @@ def _read_blocks(
             faults.append(f"{key}: shape {tuple(stored.size)}, expected {block.shape}")
         elif 0 not in block.sizes:
             reads = create_read_items_for_chunk_list(key, stored, [_chunk(block)])
-            # Saved chunks do not overlap: equal counts mean that every element is covered.
+            # Saved chunks do not overlap: equal counts mean full cover.
             covered, wanted = sum(read.lengths.numel() for read in reads), prod(block.sizes)
             if covered != wanted:
                 faults.append(f"{key}: {covered} of {wanted} elements were saved")
@@ -288,8 +287,8 @@ def _commit(
             shutil.rmtree(left)
         temporary.mkdir(parents=True)
     barrier(mesh.world)
-    # 2. In files that DCP calls `__<rank>_*`. It keeps a file's tensors until the file is closed:
-    # an import, which makes them as they are written, has a file each.
+    # 2. In files `__<rank>_*`. DCP keeps a file's tensors until it is closed, so an import, which
+    # makes them one by one, has a file each.
     writer = FileSystemWriter(temporary, single_file_per_rank=has_optimizer, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
@@ -297,7 +296,7 @@ def _commit(
             {},
             storage_writer=writer,
             planner=_BlockSavePlanner(blocks),
-            process_group=mesh.world.group,  # a mesh may leave ranks of the default group out
+            process_group=mesh.world.group,  # maybe not all ranks of the default one
             no_dist=mesh.world.size == 1,
         )
     names = sorted(os.listdir(temporary))
@@ -350,7 +349,7 @@ def _chunk(block: StoredBlock) -> ChunkStorageMetadata:
 
 
 def _renamed_aside(path: Path) -> Path:
-    """Rename before deleting: half a deletion must not leave what looks whole."""
+    """Rename before deleting: half a deletion must not look whole."""
     aside = path.with_suffix(".deleted")
     shutil.rmtree(aside, ignore_errors=True)
     return path.rename(aside)
@@ -374,7 +373,7 @@ def _write_durably(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power loss."""
+    """Make a file, or a folder's names, survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

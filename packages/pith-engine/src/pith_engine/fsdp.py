@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: parameters in units that gather and reduce when told to.
+"""Fully sharded data parallelism: units of parameters that gather and reduce when told to.
 
 A unit (embedding, head with the final norm, a layer's dense part, a layer's experts) owns
 
@@ -13,9 +13,8 @@ A unit (embedding, head with the final norm, a layer's dense part, a layer's exp
 A block is what `torch.chunk` gives along dim 0, or along the last dim when dim 0 has fewer rows
 than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit.
 
-torch's `fully_shard` cannot be driven by hand without private members, cannot sum on gloo, and
-loses late weight gradients. The trap: `parameter.grad` must stay a view of `full_grads` (no
-`zero_grad`).
+torch's `fully_shard` needs private members to be driven by hand, cannot sum on gloo, and loses late
+weight gradients. The trap: `parameter.grad` must stay a view of `full_grads` (no `zero_grad`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,10 +46,10 @@ class ShardingConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedParameter:
-    """A stored parameter: this rank's block and the whole."""
+    """A stored parameter: block and whole."""
 
     name: str
-    """Unique over the whole model: `layers.3.experts.gate_up`."""
+    """Unique in the model: `layers.3.experts.gate_up`."""
     role: Role
     """What it is."""
     std: float | None
@@ -80,7 +79,7 @@ class CanonicalBlock:
     """A rank's part of a canonical tensor."""
 
     name: str
-    """The stored name, its last component replaced if there are parts."""
+    """The stored one, its last component replaced if it has parts."""
     tensor: Tensor
     """A view; may be empty."""
     global_shape: tuple[int, ...]
@@ -90,7 +89,7 @@ class CanonicalBlock:
 
 
 class Unit:
-    """Parameters, all experts or none, gathered and reduced together."""
+    """Parameters, all experts' or none, that move together."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class Unit:
         device: torch.device,
         sharding: ShardingConfig = ShardingConfig(),
     ):
-        """`declared` by stored name; the master dtype is `accumulation_dtype`."""
+        """`declared` by stored name; master dtype: `accumulation_dtype`."""
         self.name = name
         master = accumulation_dtype(compute_dtype)
         is_expert = any(declaration.role.is_expert for declaration in declared.values())
@@ -116,7 +115,6 @@ class Unit:
             column = slot.stop
         self._shards = torch.zeros(column, dtype=master, device=device)
         self._full_grads = torch.zeros(column * self._axis.size, dtype=master, device=device)
-        # A single rank's gradient is whole already.
         alone = self._axis.size == self._replicas.size == 1
         self._grads = self._full_grads if alone else torch.zeros_like(self._shards)
         self.parameters: list[ShardedParameter] = []
@@ -185,7 +183,7 @@ class Unit:
 
 
 def shard_axes(mesh: Mesh, sharding: ShardingConfig, *, is_expert: bool) -> tuple[Axis, Axis]:
-    """Axes over which parameters are sharded and replicated."""
+    """Axes that shard and replicate parameters."""
     if sharding.replicate_experts if is_expert else sharding.replicate_dense:
         return (mesh.cp if is_expert else mesh.dense_shards), mesh.dp
     none = Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
@@ -202,8 +200,8 @@ def shard_chunks(
 ) -> list[Unit]:
     """Replace the declared parameters of this rank's chunks by those of units.
 
-    One with several names (tied embeddings) is stored under its first, and its gradient sums all
-    uses. ValueError for one that was not declared.
+    One of several names (tied embeddings) is stored under its first; its gradient sums all uses.
+    ValueError for an undeclared one.
     """
     members: dict[str, dict[str, DeclaredParameter]] = {}
     uses: dict[DeclaredParameter, list[tuple[nn.Module, str]]] = {}
@@ -228,15 +226,12 @@ def shard_chunks(
 
 
 def sharded_parameters(units: list[Unit]) -> list[ShardedParameter]:
-    """Those of all units, in order."""
+    """Of all units, in order."""
     return [parameter for unit in units for parameter in unit.parameters]
 
 
 def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[CanonicalBlock]:
-    """Cut a tensor shaped like the shard into blocks of canonical tensors, maybe empty.
-
-    A part is an equal share of the last dim but one.
-    """
+    """Cut a tensor like the shard into canonical blocks, maybe empty, by equal shares of dim -2."""
     *prefix, last = parameter.name.split(".")
     parts, shape = parameter.parts or (last,), parameter.global_shape
     dim = max(len(shape) - 2, 0)
@@ -258,7 +253,7 @@ def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[Ca
 
 
 def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[CanonicalBlock]:
-    """What a rank of the parameter's axis holds, on the meta device."""
+    """What a rank of its axis holds, on the meta device."""
     axis, dim, shape = parameter.axis, parameter.dim, list(parameter.full.shape)
     own_start, _ = chunk_bounds(shape[dim], axis.size, axis.rank)
     start, stop = chunk_bounds(shape[dim], axis.size, rank)
@@ -277,7 +272,7 @@ def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Te
 
 
 def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Start and stop of a rank's share of `size` rows, as `torch.chunk` cuts."""
+    """Start and stop of a rank's share of `size`, as in `torch.chunk`."""
     share = -(-size // num_ranks)
     return min(rank * share, size), min((rank + 1) * share, size)
 
@@ -285,8 +280,8 @@ def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
 class _Slot:
     """Where one parameter lies in its unit's buffers.
 
-    The communication buffer has a row a rank and in it `width` columns for the parameter. Split
-    along dim 0, they are the whole tensor row by row, so full buffers have room for as many.
+    The communication buffer has a row a rank and in it `width` columns for it. Split along dim 0,
+    they are the whole tensor row by row, so full buffers have as many elements.
     """
 
     def __init__(
@@ -314,7 +309,7 @@ class _Slot:
         return row[self.column :][: prod(self.block_shape)].view(self.block_shape)
 
     def views(self, buffer: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Equal parts of a full buffer and of `rows [ranks, from column on]`."""
+        """Equal parts of a full buffer and `rows [ranks, from column on]`."""
         columns = rows[:, : self.width]
         if self.dim == 0:
             yield buffer[: columns.numel()].view(columns.shape), columns

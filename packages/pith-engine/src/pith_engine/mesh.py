@@ -4,13 +4,13 @@ Ranks are numbered with the axes (pp, dp, cp, ep) from outer to inner,
 
     rank = ((pp * DP + dp) * CP + cp) * EP + ep
 
-so ep neighbours, who exchange most, are adjacent. torch's DeviceMesh needs a process group and
-gives no second communicator over the same ranks. The trap: every rank of the *default* group must
-call `Mesh.create`, those beyond the mesh too, because torch creates groups collectively.
+so ep neighbours, who exchange most, are adjacent. torch's DeviceMesh needs a process group and has
+no second communicator of the same ranks. The trap: torch creates groups collectively, so every rank
+of the *default* group must call `Mesh.create`, those beyond the mesh too.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import product
 from math import prod
@@ -29,7 +29,7 @@ class MeshConfig:
     pp: int = 1
     """Pipeline stages; the model is cut into twice as many chunks."""
     dp: int = 1
-    """Data-parallel ranks; they shard parameters unless `sharding` replicates them."""
+    """Data-parallel ranks, which shard parameters unless `sharding` replicates them."""
     cp: int = 1
     """Ranks that share one sequence."""
     ep: int = 1
@@ -43,7 +43,7 @@ class MeshConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """Size by name, from outer to inner."""
-        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep}
+        return asdict(self)
 
     @property
     def world_size(self) -> int:
@@ -57,15 +57,14 @@ class MeshConfig:
 
     @property
     def label(self) -> str:
-        """Axes of more than one rank: `pp2-ep2`; `single` without any."""
+        """Axes of several ranks: `pp2-ep2`; `single` without."""
         return "-".join(f"{n}{s}" for n, s in self.sizes.items() if s > 1) or "single"
 
 
 def parse_mesh(label: str) -> MeshConfig:
     """Read a `MeshConfig.label`, axes in any order."""
     parts = [] if label == "single" else label.split("-")
-    axis = re.compile(r"(pp|dp|cp|ep)[1-9][0-9]*")
-    sizes = {part[:2]: int(part[2:]) for part in parts if axis.fullmatch(part)}
+    sizes = {p[:2]: int(p[2:]) for p in parts if re.fullmatch(r"(pp|dp|cp|ep)[1-9][0-9]*", p)}
     if len(sizes) < len(parts):
         raise ValueError(f"mesh {label!r}: expected axes pp, dp, cp, ep with sizes, as in pp2-ep2")
     return MeshConfig(**sizes)
@@ -73,7 +72,7 @@ def parse_mesh(label: str) -> MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """Ranks that differ in one axis, or in several, alone."""
+    """Ranks that differ in one or several axes alone."""
 
     name: str
     """For messages, such as `ep`."""
@@ -84,12 +83,12 @@ class Axis:
     ranks: tuple[int, ...]
     """Global ranks, in axis order."""
     group: distributed.ProcessGroup | None
-    """None for one rank, or for a mesh made from sizes alone."""
+    """None for one rank, or a mesh of sizes alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All axes of one rank; `_MEMBERS` says what they carry."""
+    """A rank's axes; `_MEMBERS` says what they carry."""
 
     config: MeshConfig
     """The sizes."""
@@ -104,7 +103,7 @@ class Mesh:
     ep: Axis
     """Ranks that share a layer's experts."""
     ep_backward: Axis
-    """A second communicator, so that a backward does not queue behind a forward."""
+    """A second communicator: no backward queues behind a forward."""
     data: Axis
     """dp x cp x ep."""
     expert_data: Axis
@@ -121,7 +120,7 @@ class Mesh:
 
     @classmethod
     def plan(cls, config: MeshConfig, rank: int) -> "Mesh":
-        """A mesh without groups, for one process or for planning."""
+        """Without groups, for one process or for planning."""
         raise_violations(config.violations(), "mesh")
         if not 0 <= rank < config.world_size:
             raise ValueError(f"rank {rank} of mesh {config.label}: 0 to {config.world_size - 1}")
@@ -129,7 +128,7 @@ class Mesh:
 
     @classmethod
     def create(cls, config: MeshConfig, timeout: timedelta) -> "Mesh | None":
-        """Create groups, shared by axes of the same ranks; None on ranks beyond the mesh."""
+        """Create groups, one for axes of the same ranks; None on ranks beyond the mesh."""
         raise_violations(config.violations(), "mesh")
         if (running := distributed.get_world_size()) < config.world_size:
             raise ValueError(
@@ -147,12 +146,12 @@ class Mesh:
 
     @property
     def batch_rank(self) -> int:
-        """Which share of the data this rank reads."""
+        """This rank's share of the data."""
         return self.dp.rank * self.ep.size + self.ep.rank
 
 
 def describe_mesh(config: MeshConfig, ranks_per_node: int) -> str:
-    """A table: size and stride of each axis, whether it crosses nodes, what it carries."""
+    """A table: each axis's size, stride, whether it crosses nodes, what it carries."""
     lines = [f"{'axis':<12} {'size':>5} {'stride':>7}  {'crosses nodes':<14} carries"]
     for name, (_, purpose) in _MEMBERS.items():
         if name == "ep_backward":
@@ -167,7 +166,6 @@ def describe_mesh(config: MeshConfig, ranks_per_node: int) -> str:
 
 def mesh_violations(
     config: MeshConfig,
-    *,
     world_size: int,
     num_experts: int,
     num_layers: int,
@@ -176,7 +174,7 @@ def mesh_violations(
 ) -> list[str]:
     """What keeps a mesh from training a model on `world_size` processes, a line each.
 
-    `num_experts` of a layer (0: dense), `num_micro_batches` of a global step.
+    `num_experts` a layer (0: dense), `num_micro_batches` a global step.
     """
     wrong = []
     if config.world_size != world_size:
@@ -217,24 +215,19 @@ def mesh_violations(
 def feasible_meshes(
     world_size: int, num_experts: int, num_layers: int, num_micro_batches: int, sequence_length: int
 ) -> list[MeshConfig]:
-    """All meshes of `world_size` processes that can train the model."""
+    """All meshes of `world_size` that can train the model."""
     sizes = _divisors(world_size)
     meshes = [
         MeshConfig(pp=pp, dp=dp, cp=cp, ep=ep)
         for pp, cp, ep, dp in product(sizes, repeat=4)
         if pp * cp * ep * dp == world_size
     ]
-    model = {
-        "num_experts": num_experts,
-        "num_layers": num_layers,
-        "num_micro_batches": num_micro_batches,
-        "sequence_length": sequence_length,
-    }
-    return [mesh for mesh in meshes if not mesh_violations(mesh, world_size=world_size, **model)]
+    facts = world_size, num_experts, num_layers, num_micro_batches, sequence_length
+    return [mesh for mesh in meshes if not mesh_violations(mesh, *facts)]
 
 
 def expert_violations(num_experts: int, ep: int) -> list[str]:
-    """A line unless the ep axis can share the experts of a layer."""
+    """A line unless ep can share a layer's experts."""
     if num_experts == 0 and ep > 1:
         return [f"mesh.ep = {ep}: the model has no experts; use mesh.dp"]
     if num_experts % ep == 0:
@@ -262,7 +255,7 @@ _MEMBERS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def _axes(config: MeshConfig, rank: int, groups: dict) -> dict[str, Axis]:
-    """`groups`: (whether it is the backward's own, its ranks) -> communicator."""
+    """`groups`: (whether the backward's own, ranks) -> communicator."""
     axes = {}
     for name in _MEMBERS:
         ranks = _ranks_of(name, config, rank)

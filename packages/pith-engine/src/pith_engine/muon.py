@@ -6,16 +6,16 @@ For a matrix w [R, C] with gradient g, momentum m and mu = `momentum`:
     x <- u / |u|,  then 5 times  x <- a x + (b s + c s^2) x  with  s = x x^T    (Newton-Schulz)
     w <- w - lr * wd * w - lr * 0.2 * sqrt(max(R, C)) * x               (arXiv 2502.16982, eq. 4)
 
-The scale gives x the RMS of AdamW's updates, so learning rate and decay carry over. x has the dtype
-that layers compute in (bf16 in torch.optim.Muon). A matrix is a canonical one, every expert apart.
-Whole ones are updated where they are; one that is spread over an axis has an owner:
+The scale gives x the RMS of AdamW's updates: learning rate and decay carry over. x has the dtype of
+compute (bf16 in torch.optim.Muon). Matrices are canonical, every expert apart. Whole ones are
+updated in place; one spread over an axis has an owner:
 
     1. every rank: u of its pieces   --all-to-all-->   owners
     2. owners: x, of matrices of one shape together
     3. x   --all-to-all-->   every rank: its pieces of w
 
-for one chunk of matrices at a time, to bound memory. The trap: collectives must match on all ranks,
-so chunks and owners follow from shapes alone, and empty pieces take part.
+one chunk of matrices at a time, to bound memory. The trap: collectives must match on all ranks, so
+chunks and owners follow from shapes alone, and empty pieces take part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,12 +42,12 @@ SMALLEST_NORM = 1e-7
 UPDATE_RMS = 0.2
 """RMS of AdamW's updates in training (arXiv 2502.16982, section 2.2)."""
 CHUNK_ELEMENTS = 2**25
-"""Elements that a rank owns at a time: 64 MiB in bf16, enough to hide launches."""
+"""That a rank owns at a time: 64 MiB in bf16, enough to hide launches."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Piece:
-    """This rank's part of a matrix, maybe empty, or a stack of whole ones."""
+    """A rank's part of a matrix, maybe empty, or a stack of whole ones."""
 
     shard: Tensor
     grad: Tensor
@@ -55,7 +55,7 @@ class _Piece:
     shape: tuple[int, int]
     """[R, C] of the whole."""
     places: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    """Offsets and shape of each rank's piece; empty for whole matrices."""
+    """Offsets and shape of each rank's piece; [] for whole matrices."""
 
     def direction(self, mu: float) -> Tensor:
         """u; updates the momentum."""
@@ -84,7 +84,7 @@ class Muon:
         self._momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
         self._weight_decay = config.weight_decay
         self._moments = {p.name: {"momentum": torch.zeros_like(p.shard)} for p in self._matrices}
-        # One for all: no role that uses Muon keeps the master dtype.
+        # One for all: no role of Muon keeps the master dtype.
         self._dtype = self._matrices[0].full.dtype if self._matrices else torch.float32
         self._local: list[_Piece] = []
         spread: dict[Axis, list[_Piece]] = {}
@@ -100,12 +100,9 @@ class Muon:
             for axis, pieces in spread.items()
             for owned_by in _assign(pieces, axis.size, chunk_elements)
         ]
-        pieces = [m for _, owned_by in self._chunks for owned in owned_by for m in owned]
-        held = sum(piece.shard.numel() for piece in self._local + pieces)
-        assert held == sum(p.shard.numel() for p in self._matrices), "each element in one matrix"
 
     def groups(self) -> dict[str, list[ShardedParameter]]:
-        """The matrices under `muon`, the others under `adamw`."""
+        """Matrices under `muon`, the others under `adamw`."""
         return {"muon": self._matrices, **self._rest.groups()}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
@@ -114,7 +111,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update all shards from their gradients; all ranks of the mesh call it."""
+        """Update all shards; all ranks of the mesh call it."""
         self._rest.num_steps = self.num_steps
         self._rest.step(lr)
         self.num_steps += 1
@@ -160,7 +157,7 @@ class Muon:
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Newton-Schulz on each of `[n, R, C]`: singular values become about 0.7 to 1.2."""
+    """Newton-Schulz on `[n, R, C]`: singular values become about 0.7 to 1.2."""
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
@@ -174,13 +171,13 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Consecutive parts of a flat buffer, shaped like the tensors."""
+    """Parts of a flat buffer, shaped like the tensors."""
     parts = buffer.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _pieces(parameter: ShardedParameter, momentum: Tensor, chunk_elements: int) -> Iterator[_Piece]:
-    """Stacks of whole matrices, up to `chunk_elements`, and pieces of spread ones."""
+    """Stacks of whole matrices to `chunk_elements`, pieces of spread ones."""
     assert parameter.shard.dim() in (2, 3), f"{parameter.name}: a matrix or a stack of matrices"
     tensors = parameter.shard, parameter.grad, momentum
     mine = zip(*(canonical_blocks(parameter, tensor) for tensor in tensors), strict=True)
@@ -198,7 +195,7 @@ def _pieces(parameter: ShardedParameter, momentum: Tensor, chunk_elements: int) 
 
 
 def _assign(pieces: list[_Piece], num_ranks: int, chunk_elements: int) -> list[list[list[_Piece]]]:
-    """Chunks of owners: the dearest matrix goes to the rank with the least work so far."""
+    """Chunks of owners: the dearest matrix first, to the rank with least work."""
     chunks: list[list[list[_Piece]]] = []
     costs, sizes = [0] * num_ranks, [0] * num_ranks
     for piece in sorted(pieces, key=lambda m: (-prod(m.shape) * min(m.shape), m.shape)):

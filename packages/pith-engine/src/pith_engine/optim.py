@@ -3,9 +3,8 @@
     m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
     w <- w - lr * wd * w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-Weight decay wd acts where `Role.is_decayed`. All is elementwise, so a mesh changes nothing. torch's
-fused kernel is called as a function: a checkpoint needs moments, named like the parameters, before
-the first step.
+Weight decay wd acts where `Role.is_decayed`. All is elementwise: a mesh changes nothing. torch's
+fused kernel is a function here: checkpoints need moments by name before the first step.
 """
 
 from collections import Counter
@@ -41,25 +40,22 @@ class OptimizerConfig:
 
     def violations(self) -> list[str]:
         """What is out of range, a line each."""
-        wrong = []
-        if self.method not in ("adamw", "muon"):
-            wrong.append(f"optim.method = {self.method!r}: adamw or muon")
-        if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
-            wrong.append(f"optim.momentum = {self.momentum}: from 0 to below 1")
-        if self.momentum is not None and self.method != "muon":
-            use = "set --optim.momentum None or use optim.method muon"
-            wrong.append(f"optim.momentum = {self.momentum} but AdamW has betas; {use}")
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            wrong.append(f"optim.betas = {self.betas}: each from 0 to below 1")
-        if not 0.0 < self.eps < inf:
-            wrong.append(f"optim.eps = {self.eps}: above 0 and finite")
-        if not 0.0 <= self.weight_decay < inf:
-            wrong.append(f"optim.weight_decay = {self.weight_decay}: 0 or more and finite")
-        return wrong
+        method, momentum, betas = self.method, self.momentum, self.betas
+        decay, fix = self.weight_decay, "set --optim.momentum None or use optim.method muon"
+        is_muon, is_given = method == "muon", momentum is not None
+        is_sound = {
+            f"method = {method!r}: adamw or muon": is_muon or method == "adamw",
+            f"momentum = {momentum}: from 0 to below 1": momentum is None or 0 <= momentum < 1,
+            f"momentum = {momentum} but AdamW has betas; {fix}": is_muon or not is_given,
+            f"betas = {betas}: each from 0 to below 1": all(0 <= beta < 1 for beta in betas),
+            f"eps = {self.eps}: above 0 and finite": 0 < self.eps < inf,
+            f"weight_decay = {decay}: 0 or more and finite": 0 <= decay < inf,
+        }
+        return [f"optim.{fault}" for fault, sound in is_sound.items() if not sound]
 
 
 def check_optimizer(parameters: Sequence[ShardedParameter], config: OptimizerConfig) -> None:
-    """ValueError for constants out of range or two parameters of one name."""
+    """ValueError for constants out of range or equal names."""
     wrong = config.violations()
     if len({parameter.name for parameter in parameters}) < len(parameters):
         wrong.append("two parameters have one name")
@@ -67,7 +63,7 @@ def check_optimizer(parameters: Sequence[ShardedParameter], config: OptimizerCon
 
 
 def describe_groups(groups: dict[str, list[ShardedParameter]], mesh: Mesh) -> str:
-    """A table of what each method updates in the whole model; all ranks call it.
+    """A table of what each method updates in the model; all ranks call it.
 
     A stack of experts is one tensor, gate and up are two.
     """
@@ -84,7 +80,7 @@ def describe_groups(groups: dict[str, list[ShardedParameter]], mesh: Mesh) -> st
 
 
 class AdamW:
-    """The optimizer of one rank; a resumed run sets `num_steps`, the updates so far."""
+    """One rank's optimizer; a resumed run sets `num_steps`, the updates so far."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], config: OptimizerConfig):
         check_optimizer(parameters, config)
@@ -106,7 +102,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update all shards from their gradients."""
+        """Update all shards."""
         beta1, beta2 = self._config.betas
         held = [p for p in self._parameters if p.shard.numel()]
         for decayed in (True, False):
@@ -114,13 +110,13 @@ class AdamW:
             if not members:
                 continue
             moments = [self._moments[p.name] for p in members]
-            # The kernel adds one to each parameter's count of steps before it uses it.
+            # The kernel adds one to the count of steps first.
             count, device = float(self.num_steps), members[0].shard.device
             adamw(
                 [p.shard for p in members],
                 [p.grad for p in members],
-                [moment["exp_avg"] for moment in moments],
-                [moment["exp_avg_sq"] for moment in moments],
+                [m["exp_avg"] for m in moments],
+                [m["exp_avg_sq"] for m in moments],
                 [],
                 list(torch.full((len(members),), count, device=device).unbind()),
                 fused=True,

@@ -1,4 +1,4 @@
-"""Pipeline schedules as tables: what each rank computes and transfers, in which order.
+"""Pipeline schedules as tables: what each rank computes and transfers, in order.
 
 Rank r holds chunks r and `2 * pp - 1 - r` of `2 * pp`, a V: rank 0 embeds and takes the loss, and
 the last rank passes on without a transfer. `dualpipev` is DeepSeek's DualPipeV
@@ -8,11 +8,11 @@ Before the action of slot k a rank issues one batched exchange: the sends of slo
 receives of slot k, for which the action waits even if a later slot uses them. One more follows the
 last slot.
 
-The trap: a batched exchange is a meeting. NCCL runs the batches of a rank one after the other, each
-until all its transfers are done, so a receive posted late holds up everything behind its send, and
-crossing meetings, as of receives posted just before they are needed, deadlock. So a receive stands
-before the first action that, at unit costs, starts no earlier than the sender is done: no rank then
-waits longer than for the data (`simulate.py`).
+The trap: a batched exchange is a meeting. NCCL runs a rank's batches one by one, each until all its
+transfers are done: a late receive holds up everything behind its send, and crossing meetings, as of
+receives posted just before need, deadlock. So a receive stands before the first action that, at
+unit costs, starts no earlier than the sender is done: no rank waits longer than for the data
+(`simulate.py`).
 """
 
 from bisect import bisect_left
@@ -39,19 +39,19 @@ class Action:
     """One piece of compute."""
 
     kind: ActionKind
-    """BACKWARD includes the weight gradients, BACKWARD_INPUT leaves them to WEIGHT."""
+    """BACKWARD has the weight gradients, BACKWARD_INPUT leaves them to WEIGHT."""
     chunk: int
-    """Of an OVERLAP, the one that runs forward."""
+    """Of an OVERLAP, the forward one."""
     micro_batch: int
     """Its micro-batch."""
     backward_chunk: int | None = None
-    """OVERLAP only: the one that runs backward."""
+    """OVERLAP only: the backward one."""
     backward_micro_batch: int | None = None
     """Its micro-batch."""
 
     @cached_property
     def parts(self) -> tuple["Action", ...]:
-        """The forward and the backward of an OVERLAP; any other action alone."""
+        """Forward and backward of an OVERLAP; any other action alone."""
         if self.kind is not ActionKind.OVERLAP:
             return (self,)
         chunk, micro_batch = self.backward_chunk, self.backward_micro_batch
@@ -76,7 +76,7 @@ class TransferKind(Enum):
 
 
 Output = tuple[TransferKind, int, int]
-"""What one action makes for another: kind, consuming chunk, micro-batch."""
+"""Made for another action: kind, consuming chunk, micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +115,17 @@ ScheduleTable = tuple[tuple[Slot, ...], ...]
 
 
 def chunk_rank(chunk: int, pp: int) -> int:
-    """The pp rank that holds a chunk in the V placement."""
+    """The pp rank that holds a chunk."""
     return min(chunk, 2 * pp - 1 - chunk)
 
 
 def needed_outputs(action: Action, pp: int) -> list[Output]:
-    """What an action takes from neighbouring chunks."""
+    """What it takes from neighbouring chunks."""
     return [output for output in _inputs(action) if 0 <= output[1] - output[0].step < 2 * pp]
 
 
 def made_outputs(action: Action, pp: int) -> list[Output]:
-    """What an action makes for neighbouring chunks."""
+    """What it makes for neighbouring chunks."""
     outputs = [(kind, chunk + kind.step, number) for kind, chunk, number in _inputs(action)]
     return [output for output in outputs if 0 <= output[1] < 2 * pp]
 
@@ -154,7 +154,7 @@ def dualpipev(pp: int, num_micro_batches: int) -> ScheduleTable:
 def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
     """For evaluation: chunk c runs micro-batch m at time `c + 2 m`.
 
-    A rank's chunks differ in parity: it never runs both at once, nor idles after its warm-up.
+    A rank's chunks differ in parity: never both at once, nor idle after warm-up.
     """
     if pp < 1 or num_micro_batches < 1:
         raise ValueError(f"pp is {pp}, num_micro_batches {num_micro_batches}; both must be >= 1")
@@ -167,7 +167,7 @@ def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
 
 
 def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Action]:
-    """The order of one rank; F0, B1 ...: its first and second chunk."""
+    """A rank's order; F0, B1 ...: its first and second chunk."""
     first, second = rank, 2 * pp - 1 - rank
     forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
     overlap, backward_input = ActionKind.OVERLAP, ActionKind.BACKWARD_INPUT
@@ -177,20 +177,20 @@ def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Actio
     steps: list[tuple[ActionKind, int]] = [(forward, first)] * (2 * to_turn)
     # 2. Fill both directions: F0 F1.
     steps += [(forward, first), (forward, second)] * (rank + 1)
-    # 3. The first gradients, split so that the previous rank gets its early: B1 W F1.
+    # 3. The first gradients, split to reach the previous rank early: B1 W F1.
     steps += [(backward_input, second), weight, (forward, second)] * to_turn
-    # 4. Steady state: F0 & B1, F1 & B0. The last rank starts with the first B1 of all, which every
-    #    other rank waits for, and runs its F0 alone.
+    # 4. Steady state: F0 & B1, F1 & B0. The last rank runs F0 alone, then the first B1 of all, for
+    #    which every other rank waits.
     steady = [(overlap, first), (overlap, second)] * (num_micro_batches - 2 * pp + rank + 1)
     if to_turn == 0:
         steady[:1] = [(forward, first), (backward, second)]
     steps += steady
-    # 5. The first chunks have run out of forwards: B1, F1 & B0.
+    # 5. First chunks without forwards: B1, F1 & B0.
     steps += [(backward, second), (overlap, second)] * to_turn
-    # 6. Drain: B1 B0. Weight gradients of the second half are kept to fill the waits of 7.
+    # 6. Drain: B1 B0. The second half keeps weight gradients for the waits of 7.
     for i in range(2 * (rank + 1)):
         steps.append((backward_input if i > rank else backward, first if i % 2 else second))
-    # 7. Drain the first chunk, a kept weight gradient under each wait: W B0.
+    # 7. Drain the first chunk, a kept W in each wait: W B0.
     steps += [weight, (backward_input, first)] * to_turn
     # 8. The weight gradients left: W.
     steps += [weight] * (rank + 1)
@@ -198,7 +198,6 @@ def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Actio
 
 
 def _numbered(steps: list[tuple[ActionKind, int]], pp: int) -> list[Action]:
-    """Number the micro-batches of each chunk."""
     forwards, backwards = defaultdict(count), defaultdict(count)
     deferred: deque[tuple[int, int]] = deque()
     actions = []
@@ -261,7 +260,7 @@ def _unit_times(
                     break
                 starts[rank].append(max([clocks[rank], *(made[need][0] for need in needs)]))
                 kinds = [part.kind for part in row[slot].parts]
-                # Input and weight gradients cost one forward's matrix products each.
+                # Input and weight gradients cost a forward each.
                 cost = len(kinds) + kinds.count(ActionKind.BACKWARD)
                 clocks[rank] = starts[rank][-1] + cost
                 for output in made_outputs(row[slot], pp):

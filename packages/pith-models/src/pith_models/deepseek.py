@@ -19,7 +19,7 @@ experts on this rank, I expert width. Shared experts are one MLP of width `n_sha
 
 The traps: rotary pairs are (2i, 2i + 1); norms of low ranks have epsilon 1e-6 whatever
 `rms_norm_eps` says. Released V2 code scales only weights that it does not normalise, transformers'
-V2 never normalises; the V2 models do not either, and for other settings V3's rule holds here.
+V2 never normalises, nor do V2 models; for other settings V3's rule holds here.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class DeepseekConfig:
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
-    """Decoder layers, without those of multi-token prediction."""
+    """Decoder layers, without multi-token prediction's."""
     num_attention_heads: int
     """Heads of query, key and value."""
     q_lora_rank: int | None
@@ -63,9 +63,9 @@ class DeepseekConfig:
     kv_lora_rank: int
     """Low rank of keys and values: the latent."""
     qk_nope_head_dim: int
-    """Part of a head's query and key without positions."""
+    """Width of a head's query and key without positions."""
     qk_rope_head_dim: int
-    """Rotary part, whose key all heads share; even."""
+    """Of the rotary part, whose key heads share; even."""
     v_head_dim: int
     """Width of a head's value."""
     intermediate_size: int
@@ -73,21 +73,21 @@ class DeepseekConfig:
     moe_intermediate_size: int
     """Width of one expert."""
     first_k_dense_replace: int
-    """Dense layers, the first ones; all others are sparse."""
+    """Dense layers, the first; all others are sparse."""
     n_routed_experts: int
     """Experts of a sparse layer, over all ranks."""
     n_shared_experts: int
-    """Experts' widths in the one shared MLP of a sparse layer; 0: none."""
+    """Experts' widths in a sparse layer's shared MLP; 0: none."""
     num_experts_per_tok: int
     """Top-k: experts of a token."""
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"]
-    """V2's softmax gate without or with groups, or V3's sigmoid gate, groups and selection bias."""
+    """V2's softmax gate without or with groups; V3's sigmoid gate, groups, selection bias."""
     n_group: int = 1
     """Groups of neighbouring experts."""
     topk_group: int = 1
     """Groups that a token's experts come from."""
     norm_topk_prob: bool = False
-    """Whether the k chosen scores are divided by their sum."""
+    """Whether the chosen scores are divided by their sum."""
     routed_scaling_factor: float = 1.0
     """Multiplies the weights, normalised or not."""
     rope_theta: float = 10_000.0
@@ -95,17 +95,17 @@ class DeepseekConfig:
     rope_scaling: Yarn | None = None
     """YaRN, if any; its `mscale_all_dim` also scales the softmax."""
     rms_norm_eps: float = 1e-6
-    """Added to the mean square in the norms of the residual stream."""
+    """Added to the mean square in norms of the residual stream."""
     initializer_range: float = 0.02
-    """Standard deviation of every initial matrix."""
+    """Standard deviation of initial matrices."""
     max_position_embeddings: int = 163_840
-    """Longest sequence, in tokens."""
+    """Longest sequence."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding."""
 
     aligned_sizes = ("hidden_size", "moe_intermediate_size")
     has_window = False
-    """Not fields: sizes in grouped products, and that no layer slides."""
+    """No fields: sizes in grouped products; no layer slides."""
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
@@ -158,22 +158,22 @@ class DeepseekConfig:
         return self.query_dim**-0.5 * (yarn.softmax_scale if yarn else 1.0)
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer (from 0) routes to experts."""
+        """Whether the layer (from 0) routes."""
         return layer >= self.first_k_dense_replace
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "DeepseekConfig":
-        """Read the fields of a `config.json`; a ValueError names every fault."""
+        """Read a `config.json`; a ValueError names every fault."""
         is_v3 = hf_fields.get("model_type") == "deepseek_v3"
         methods = ("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")
-        # transformers' V3 knows one method only and does not name it.
+        # transformers' V3 has one method, unnamed.
         method = hf_fields.get("topk_method", methods[0])
         fixed = {
             **_fixed_hf_fields(is_v3, hf_fields.get("num_attention_heads")),
             "topk_method": method if method in methods else " or ".join(methods),
         }
         read = HfConfigReader(hf_fields, "DeepSeek", fixed=fixed, neutral=_NEUTRAL_HF_FIELDS)
-        # transformers has other values in the place of absent ones.
+        # transformers has other defaults.
         nulls = {"q_lora_rank": None, "n_shared_experts": 0}
         own = {name: read.optional(name, null) for name, null in nulls.items() if name in hf_fields}
         if not is_v3:
@@ -188,7 +188,7 @@ class DeepseekConfig:
 
 
 class DeepseekAttention(nn.Module):
-    """Multi-head latent attention with its input norm and residual."""
+    """Multi-head latent attention, with norm and residual."""
 
     def __init__(self, config: DeepseekConfig, backend: AttentionBackend, cp: Axis):
         super().__init__()
@@ -213,7 +213,7 @@ class DeepseekAttention(nn.Module):
         config = self.config
         rotary_dim, nope_dim = config.qk_rope_head_dim, config.qk_nope_head_dim
         normed = rms_norm(hidden, self.norm, config.rms_norm_eps)
-        # 1. Query per head, latent, and the rotary key that the heads share.
+        # 1. Query per head, latent, shared rotary key.
         if config.q_lora_rank is None:
             query = linear(normed, self.q_proj)
         else:
@@ -227,7 +227,7 @@ class DeepseekAttention(nn.Module):
         key = apply_rope(key[:, None], cos, sin, interleaved=True)[:, 0]
         rotated = apply_rope(query[..., nope_dim:], cos, sin, interleaved=True)
         query = torch.cat([query[..., :nope_dim], rotated], -1)
-        # 3. Attend within each sequence, project back, add the residual.
+        # 3. Attend within sequences, project back, add the residual.
         up, scale = self.kv_b_proj, config.softmax_scale
         out = latent_attention(
             query, latent, key, up, batch, self.cp, scale=scale, backend=self.backend
@@ -236,10 +236,7 @@ class DeepseekAttention(nn.Module):
 
 
 class DeepseekLayer(nn.Module):
-    """A `DecoderLayer`: every token goes to K of the experts and to the shared ones, or to an MLP.
-
-    A dense layer has no experts on any rank, and no router.
-    """
+    """A `DecoderLayer`: tokens go to K of the experts and the shared ones, or (dense) to an MLP."""
 
     def __init__(
         self, config: DeepseekConfig, num_local_experts: int, backend: AttentionBackend, cp: Axis
@@ -267,7 +264,7 @@ class DeepseekLayer(nn.Module):
     def attention(
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing | None]:
-        """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, routing to `chosen` if given.
+        """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen`).
 
         A sparse layer's residual holds what the shared experts add.
         """
@@ -305,7 +302,7 @@ class DeepseekLayer(nn.Module):
         return grouped_linear(swiglu(gate_up), self.experts_down_proj, groups, weight_grads)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Weighted expert sums or MLP outputs, and residual, `[T, H]` -> hidden `[T, H]`."""
+        """Expert sums or MLP outputs, and residual, `[T, H]` -> hidden `[T, H]`."""
         return residual + combined
 
 

@@ -14,8 +14,8 @@ linear maps of a layer have biases):
 T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are stored as
 one tensor `[E, 2 * I, H]`, gate rows first; checkpoints see two (`parts`).
 The traps: files interleave the rows of gate and up and transpose every expert matrix, which no
-shape tells where H = I, as in the released models. Their YaRN does not round its range
-(`truncate`), their norms round once, and no scaling in a `config.json` means YaRN to transformers.
+shape tells where H = I, as released. YaRN does not round its range (`truncate`), norms round once,
+and no scaling in a `config.json` means YaRN to transformers.
 """
 
 from dataclasses import dataclass, replace
@@ -50,11 +50,11 @@ class GptOssConfig:
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
-    """Decoder layers, all of them sparse."""
+    """Decoder layers, all sparse."""
     num_attention_heads: int
     """Query heads."""
     num_key_value_heads: int
-    """Key and value heads; divides the query heads."""
+    """Key and value heads; divides query heads."""
     head_dim: int
     """Width of a head; even."""
     intermediate_size: int
@@ -64,7 +64,7 @@ class GptOssConfig:
     num_experts_per_tok: int
     """Top-k: experts of a token."""
     sliding_window: int
-    """Keys that a query of a sliding layer sees, its own included."""
+    """Keys that a query of a sliding layer sees, with its own."""
     layer_types: tuple[str, ...] = ()
     """`sliding_attention` or `full_attention` a layer; empty: even layers (from 0) slide."""
     rope_theta: float = 150_000.0
@@ -74,13 +74,13 @@ class GptOssConfig:
     rms_norm_eps: float = 1e-5
     """Added to the mean square in every norm."""
     swiglu_limit: float = 7.0
-    """Upper bound of an expert's gate; its up projection is bounded on both sides."""
+    """Upper bound of an expert's gate; of its up projection on both sides."""
     swiglu_alpha: float = 1.702
     """Factor of the gate inside its sigmoid."""
     initializer_range: float = 0.02
-    """Standard deviation of every initial matrix, sink and router bias; other biases are 0."""
+    """Standard deviation of initial matrices, sinks, router bias; others are 0."""
     max_position_embeddings: int = 131_072
-    """Longest sequence, in tokens."""
+    """Longest sequence."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding."""
 
@@ -104,17 +104,17 @@ class GptOssConfig:
         return any(map(self.is_sliding, range(self.num_hidden_layers)))
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer routes: every one does."""
+        """Whether the layer routes: all do."""
         return True
 
     def is_sliding(self, layer: int) -> bool:
-        """Whether the layer attends within the window."""
+        """Whether it attends within the window."""
         return self.layer_types[layer] == _SLIDING if self.layer_types else layer % 2 == 0
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "GptOssConfig":
-        """Read the fields of a `config.json`; a ValueError names every fault."""
-        # Without either, transformers would take YaRN.
+        """Read a `config.json`; a ValueError names every fault."""
+        # Without either, transformers takes YaRN.
         rope_key = "rope_parameters" if hf_fields.get("rope_parameters") else "rope_scaling"
         rope, length = hf_fields.get(rope_key), hf_fields.get("initial_context_length")
         if isinstance(rope, dict):
@@ -145,7 +145,7 @@ class GptOssConfig:
 
 
 class GptOssLayer(nn.Module):
-    """A `DecoderLayer` whose tokens go to K of the experts."""
+    """A `DecoderLayer`: tokens go to K experts."""
 
     def __init__(
         self,
@@ -185,10 +185,10 @@ class GptOssLayer(nn.Module):
     def attention(
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing]:
-        """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen` if given)."""
+        """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen`)."""
         config, dtype = self.config, hidden.dtype
         D, eps = config.head_dim, config.rms_norm_eps
-        # 1. Normalise and project; the biases are fp32 and would make the sums so.
+        # 1. Normalise and project; fp32 biases would make the sums so.
         normed = rms_norm(hidden, self.attention_norm, eps, rounds_once=True)
         heads = (normed.shape[0], -1, D)
         query = linear(normed, self.q_proj, self.q_bias.to(dtype)).view(heads)
@@ -197,7 +197,7 @@ class GptOssLayer(nn.Module):
         # 2. Rotate q and k by their positions.
         cos, sin = rotary_table(config, D, hidden, batch)
         query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
-        # 3. Attend within each sequence, project back, add the residual.
+        # 3. Attend within sequences, project back, add the residual.
         out = context_attention(
             *(query, key, value, batch, self.cp),
             window=self.window,
@@ -225,7 +225,7 @@ class GptOssLayer(nn.Module):
         return grouped_linear(inner, down, groups, weight_grads, bias)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Weighted expert sums and residual, both `[T, H]` -> hidden `[T, H]`."""
+        """Expert sums and residual, both `[T, H]` -> hidden `[T, H]`."""
         return residual + combined
 
 

@@ -2,11 +2,11 @@
 
 A checkpoint of ours names *canonical* tensors ("layers.3.experts_gate_proj", `[E, I, H]`). Files
 hold one under its own key, one key per expert, or fused: `gate_up_proj` has all experts' gate and
-up rows, halves or, in GPT-OSS, in turn and transposed. FP8 and MXFP4 are decoded. Memory stays at
-one canonical tensor and one key.
+up rows, halves or, in GPT-OSS, in turn and transposed. FP8 and MXFP4 are decoded. Memory: one
+canonical tensor and one key.
 
-The trap is a silent partial load, which trains and evaluates plausibly: a key that is missing,
-unexpected or of another shape is an error that lists it, before any value is read.
+The trap is a partial load, which trains plausibly: a missing, unexpected or misshapen key is an
+error that lists it, before any value is read.
 """
 
 import json
@@ -46,7 +46,7 @@ COMPANION_FILES = (
 
 
 class Rows(Enum):
-    """Which rows of every expert in a fused key, transposed back."""
+    """An expert's rows in a fused key, transposed back."""
 
     ALL = "all"
     FIRST_HALF = "first half"
@@ -57,19 +57,19 @@ class Rows(Enum):
 
 @dataclass(frozen=True)
 class FusedKey:
-    """A tensor `[E, rows, ...]` of all experts of a layer, perhaps of two canonical tensors."""
+    """A tensor `[E, rows, ...]` of a layer's experts, of one or two canonical tensors."""
 
     key: str
     """Its name."""
     rows: Rows = Rows.ALL
     """The canonical tensor's."""
     is_transposed: bool = False
-    """Whether it is `[E, columns, rows]`; no shape tells where they are as many."""
+    """Whether it is `[E, columns, rows]`; the shape does not tell if they are as many."""
 
 
 @dataclass(frozen=True)
 class CanonicalTensor:
-    """One tensor of a checkpoint and where Hugging Face files keep it."""
+    """A tensor of a checkpoint, and where Hugging Face files keep it."""
 
     name: str
     """Canonical name, with the global layer number."""
@@ -80,11 +80,16 @@ class CanonicalTensor:
     is_expert_stack: bool = False
     """Whether dim 0 counts experts."""
     copy: str | None = None
-    """A key under which a folder may hold it again; never written."""
+    """A key that may hold it again; never written."""
     fused: FusedKey | None = None
-    """Where files that lack `keys` hold the stack; written only if there are no `keys`."""
+    """Where files without `keys` hold the stack; written only if `keys` is ()."""
     keeps_float32: bool = False
     """Whether files hold it in fp32, whatever their dtype."""
+
+    @property
+    def written(self) -> dict[str, tuple[int, ...]]:
+        """Key -> shape in an export."""
+        return self.stored(())
 
     def stored(self, present: Container[str]) -> dict[str, tuple[int, ...]]:
         """Key -> shape in files that have these keys."""
@@ -95,20 +100,15 @@ class CanonicalTensor:
         shape = (*columns, rows) if self.fused.is_transposed else (rows, *columns)
         return {self.fused.key: (experts, *shape)}
 
-    @property
-    def written(self) -> dict[str, tuple[int, ...]]:
-        """Key -> shape in an export."""
-        return self.stored(())
-
     def slices(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Views of a tensor of `shape`, one per expert of a stack, else itself."""
+        """Views of a tensor of `shape`: a stack's experts, else itself."""
         return tensor.unbind(0) if self.is_expert_stack else (tensor,)
 
 
 def layer_tensors(
     layer: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> list[CanonicalTensor]:
-    """A layer's tensors: name -> key between `model.layers.N.` and `.weight`, shape."""
+    """From name -> key between `model.layers.N.` and `.weight`, shape."""
     return [
         CanonicalTensor(f"layers.{layer}.{name}", shape, (f"model.layers.{layer}.{key}.weight",))
         for name, (key, shape) in tensors.items()
@@ -118,10 +118,7 @@ def layer_tensors(
 def gated_tensors(
     layer: int, ours: str, theirs: str, width: int, hidden: int, num_experts: int = 0
 ) -> list[CanonicalTensor]:
-    """A layer's gate, up and down matrices, of an MLP or of experts.
-
-    `ours` begins their names, `theirs` their keys.
-    """
+    """Gate, up and down matrices of an MLP or experts; names begin `ours`, keys `theirs`."""
     stem = f"model.layers.{layer}.{theirs}"
     stems = [f"{stem}.{expert}" for expert in range(num_experts)] or [stem]
     stack = (num_experts,) if num_experts else ()
@@ -146,16 +143,16 @@ class SkippedKeys:
     """Keys that are left out on purpose."""
 
     prefix: str
-    """What they start with, the dot included."""
+    """Their beginning, dot included."""
     reason: str
     """Ends the line that reports them."""
 
 
 class HuggingFaceTensors(Mapping[str, Tensor]):
-    """The canonical tensors of a folder, each read as `dtype` when asked for.
+    """A folder's canonical tensors, read as `dtype` when asked for.
 
-    A ValueError lists every missing, unexpected and misshapen key, or names a damaged file;
-    `account` is a line about the keys.
+    ValueError with every missing, unexpected and misshapen key, or a damaged file; `account` is a
+    line about the keys.
     """
 
     def __init__(
@@ -179,8 +176,8 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
                 copy = self._load(CanonicalTensor(tensor.name, tensor.shape, (tensor.copy,)))
                 if not torch.equal(copy, self[tensor.name]):
                     raise ValueError(
-                        f"{folder}: {tensor.copy} differs from {tensor.keys[0]}, to which "
-                        "config.json ties it: set tie_word_embeddings to false there or remove it"
+                        f"{folder}: {tensor.copy} differs from {tensor.keys[0]}, tied by "
+                        "config.json: set tie_word_embeddings to false there or remove it"
                     )
         found = (headers[parts[0]].dtype for parts in self._parts.values())
         new, olds = _dtype_name(dtype), Counter(_dtype_name(_DTYPES.get(n, n)) for n in found)
@@ -194,7 +191,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         return self._load(self._layout[name])
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A block of a tensor; of an expert stack only the block's experts are read."""
+        """A block of a tensor; of a stack only its experts are read."""
         tensor = self._layout[name]
         if not tensor.is_expert_stack:
             return cut_block(self._load(tensor), offsets, sizes)
@@ -202,7 +199,6 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         return cut_block(self._load(tensor, experts), (0, *offsets[1:]), sizes)
 
     def _load(self, tensor: CanonicalTensor, experts: range | None = None) -> Tensor:
-        """Whole, or these experts of a stack."""
         places: list[tuple[str, int | None]] = [(key, None) for key in tensor.keys]
         if fused := tensor.fused if tensor.fused and tensor.fused.key in self._parts else None:
             places = [(fused.key, expert) for expert in range(tensor.shape[0])]
@@ -231,10 +227,10 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
 
 
 def read_hf_config(folder: Path) -> dict:
-    """`config.json` of a Hugging Face folder; a ValueError if it has none."""
+    """`config.json` of a Hugging Face folder; ValueError if it has none."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} is not a Hugging Face folder: it has no config.json")
+        raise ValueError(f"{folder} is no Hugging Face folder: it has no config.json")
     return _read_json(path)
 
 
@@ -249,20 +245,20 @@ def export_tensors(
     max_file_bytes: int = 4 * 2**30,
     replace: bool = False,
 ) -> None:
-    """Write a Hugging Face folder that transformers and vLLM open, under its name once complete.
+    """Write a Hugging Face folder for transformers and vLLM, under its name once complete.
 
-    `tensors` are asked for one at a time; the dtype is added to `config_fields`; `COMPANION_FILES`
-    are copied from `companions`. A ValueError if `out` exists without `replace`, another process
-    writes it, or the tensors are not those of `layout`.
+    `tensors` are asked for one at a time; `config_fields` get the dtype; `COMPANION_FILES` come
+    from `companions`. ValueError if `out` exists without `replace`, another process writes it, or
+    the tensors are not those of `layout`.
     """
     if out.exists() and not replace:
         raise ValueError(f"{out} exists: choose another folder or remove it")
-    # Compared as sets of names: `name in tensors` may read the tensor.
+    # As sets: `name in tensors` may read the tensor.
     expected, present = {tensor.name for tensor in layout}, set(tensors)
     missing, unexpected = expected - present, present - expected
     if missing or unexpected:
         raise ValueError(
-            f"the tensors are not those of this model: missing {_first(sorted(missing))}; "
+            f"the tensors are not this model's: missing {_first(sorted(missing))}; "
             f"unexpected {_first(sorted(unexpected))}"
         )
     temporary, replaced = (out.with_name(f"{out.name}.{end}") for end in ("tmp", "replaced"))
@@ -273,8 +269,8 @@ def export_tensors(
         for name in COMPANION_FILES:
             if companions is not None and (companions / name).is_file():
                 shutil.copyfile(companions / name, temporary / name)
-        config = {**config_fields, "torch_dtype": _dtype_name(dtype)}
-        _write_json(temporary / "config.json", config)
+        fields = {**config_fields, "torch_dtype": _dtype_name(dtype)}
+        _write_json(temporary / "config.json", fields)
         _write_files(tensors, layout, temporary, dtype, max_file_bytes)
         lock.unlink()
         if replace and out.exists():
@@ -286,9 +282,9 @@ def export_tensors(
 
 @contextmanager
 def held_folder(folder: Path) -> Generator[Path]:
-    """Hold a folder, made where it is missing, alone for the body; yields its lock file.
+    """Hold a folder, made if missing, alone for the body; yields its lock file.
 
-    A ValueError if another process holds it, until that ends, however; a warning without locks.
+    ValueError while another process holds it, until that ends, however; a warning without locks.
     """
     lock = folder / "lock"
     try:
@@ -311,15 +307,12 @@ def held_folder(folder: Path) -> Generator[Path]:
 
 @dataclass(frozen=True)
 class _Header:
-    """What a file's header says of a key."""
-
     path: Path
     shape: tuple[int, ...]
     dtype: str
 
 
 def _read_headers(folder: Path) -> dict[str, _Header]:
-    """Every key of a folder, from the files themselves."""
     index_path = folder / INDEX_FILE
     has_index = index_path.is_file()
     index = _read_json(index_path).get("weight_map") if has_index else {}
@@ -350,17 +343,16 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
 
 
 def _rows(stored: Tensor, fused: FusedKey) -> Tensor:
-    """The view of an expert's part of a fused key that is ours."""
+    """The view of an expert in a fused key that is ours."""
     ours = stored.mT if fused.is_transposed else stored
     half = len(ours) // 2
-    rows = {
-        Rows.ALL: slice(None),
-        Rows.FIRST_HALF: slice(half),
-        Rows.SECOND_HALF: slice(half, None),
-        Rows.EVEN: slice(0, None, 2),
-        Rows.ODD: slice(1, None, 2),
-    }
-    return ours[rows[fused.rows]]
+    return {
+        Rows.ALL: ours,
+        Rows.FIRST_HALF: ours[:half],
+        Rows.SECOND_HALF: ours[half:],
+        Rows.EVEN: ours[::2],
+        Rows.ODD: ours[1::2],
+    }[fused.rows]
 
 
 def _check_keys(
@@ -394,7 +386,7 @@ def _check_keys(
 def _parts(
     key: str, shape: tuple[int, ...], headers: Mapping[str, _Header]
 ) -> dict[str, tuple[tuple[int, ...], Sequence[str]]]:
-    """What the files must hold for a key: name -> shape, allowed dtypes."""
+    """What files must hold for a key: name -> shape, dtypes."""
     if key not in headers and f"{key}_blocks" in headers and len(shape) == 3 and shape[1] % 32 == 0:
         groups = shape[0], shape[2], shape[1] // 32
         return {f"{key}_blocks": ((*groups, 16), ["U8"]), f"{key}_scales": (groups, ["U8"])}
@@ -407,8 +399,8 @@ def _parts(
 def _decode(values: Tensor, scales: Tensor | None = None) -> Tensor:
     """A key's tensor, or an expert's; quantised ones rounded to bf16, as published.
 
-    FP8 `[..., out, in]`: times the fp32 scale of its block of 128 x 128. MXFP4 `[rows, G, 16]`:
-    bytes of two E2M1 numbers, the low one first, times `2 ** (scale - 127)`; the key is transposed.
+    FP8 `[..., out, in]`: times the fp32 scale of a block of 128 x 128. MXFP4 `[rows, G, 16]`: bytes
+    of two E2M1 numbers, low one first, times `2 ** (scale - 127)`; the key is transposed.
     """
     if scales is None:
         return values
@@ -454,8 +446,6 @@ def _write_files(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an exported key goes."""
-
     path: Path
     offset: int
     shape: tuple[int, ...]
@@ -471,7 +461,7 @@ class _Place:
 def _create_files(
     layout: Sequence[CanonicalTensor], folder: Path, dtype: torch.dtype, max_file_bytes: int
 ) -> dict[str, _Place]:
-    """Write index and files as safetensors does, without values; return where these go."""
+    """Write index and files as safetensors does; return where values go."""
     written = {
         key: (shape, torch.float32 if tensor.keeps_float32 else dtype)
         for tensor in layout
@@ -494,7 +484,7 @@ def _create_files(
         path = folder / (name if len(files) > 1 else SINGLE_FILE)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, end = {}, 0
-        # safetensors' order: the widest first, so that every tensor is aligned.
+        # safetensors' order, widest first: every tensor is aligned.
         for key, (shape, own) in sorted(entries.items(), key=lambda e: (-e[1][1].itemsize, e[0])):
             starts[key], end = end, end + prod(shape) * own.itemsize
             header[key] = {"dtype": names[own], "shape": shape, "data_offsets": [starts[key], end]}
@@ -534,9 +524,4 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + more if names else "none"
 
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

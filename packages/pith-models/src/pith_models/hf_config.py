@@ -1,7 +1,7 @@
 """Reading a Hugging Face `config.json` strictly, whichever family it describes.
 
-Each field is read by the family, or must have its one implemented value, or has no effect on the
-forward pass; any other may change what the model computes and is an error. RoPE has two spellings:
+A field is read by the family, must have its one implemented value, or has no effect on the forward
+pass; any other may change what the model computes: an error. RoPE has two spellings:
 `rope_theta` and `rope_scaling` (transformers 4), `rope_parameters` (transformers 5).
 """
 
@@ -69,7 +69,7 @@ class HfConfigReader:
             )
 
     def required(self, *spellings: str) -> Any:
-        """The one value given under these names; an absent one is a fault."""
+        """The one value under these names; absent is a fault."""
         self._known.update(spellings)
         found = [self._values[key] for key in spellings if self._values.get(key) is not None]
         if not found or any(value != found[0] for value in found):
@@ -78,16 +78,13 @@ class HfConfigReader:
         return found[0] if found else None
 
     def optional(self, name: str, default: Any) -> Any:
-        """The value of a field, or the default where it is absent or null."""
+        """A field's value; the default where absent or null."""
         self._known.add(name)
         value = self._values.get(name)
         return default if value is None else value
 
     def config(self, family: type[_Config], own: Mapping[str, Any]) -> _Config:
-        """The configuration of `own` fields, RoPE and all others under their names.
-
-        Lists become tuples. A ValueError names every fault.
-        """
+        """`own` fields, RoPE, others by name; lists become tuples. ValueError with all faults."""
         theta, scaling = self._rope()
         tied = self.optional("tie_word_embeddings", False)
         values = {"rope_theta": theta, "rope_scaling": scaling, "tie_word_embeddings": tied, **own}
@@ -105,7 +102,6 @@ class HfConfigReader:
         return config
 
     def _object(self, name: str) -> dict[str, Any]:
-        """A field that holds fields, without those that are null."""
         given = self.optional(name, {})
         if isinstance(given, dict):
             return {key: value for key, value in given.items() if value is not None}
@@ -113,7 +109,6 @@ class HfConfigReader:
         return {}
 
     def _rope(self) -> tuple[float, Yarn | None]:
-        """Rotary base and YaRN scaling in either spelling."""
         thetas, scalings = [self.optional("rope_theta", None)], []
         for key in ("rope_scaling", "rope_parameters"):
             nested = self._object(key)
@@ -148,7 +143,7 @@ class HfConfigReader:
 def shape_violations(
     config: Any, limits: Mapping[str, str], *, may_be_zero: Sequence[str] = ()
 ) -> list[str]:
-    """Sizes out of range, fields above the one that limits them, heads and RoPE that do not fit."""
+    """Sizes out of range or above their limit, heads and RoPE that do not fit."""
     values, found = asdict(config), size_violations(config, may_be_zero=may_be_zero)
     found += [
         f"model.{name} = {values[name]}: must be at most {limit} = {values[limit]}"
