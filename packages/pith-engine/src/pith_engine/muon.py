@@ -100,6 +100,9 @@ class Muon:
             for axis, pieces in spread.items()
             for owned_by in _assign(pieces, axis.size, chunk_elements)
         ]
+        pieces = [m for _, owned_by in self._chunks for owned in owned_by for m in owned]
+        held = sum(piece.shard.numel() for piece in self._local + pieces)
+        assert held == sum(p.shard.numel() for p in self._matrices), "each element in one matrix"
 
     def groups(self) -> dict[str, list[ShardedParameter]]:
         """Matrices under `muon`, the others under `adamw`."""
