@@ -333,11 +333,37 @@ def test_a_run_starts_from_the_weights_of_another(folder):
     assert "resumed at step 1 of 2" in again
 
 
+@pytest.mark.slow
+def test_a_run_does_not_start_from_another_tokenizer_or_half_a_model(folder, monkeypatch, capsys):
+    """Both are refused before a rank starts; a checkpoint of the run goes first."""
+    monkeypatch.chdir(folder)
+    options = same_batch(folder)
+    shutil.copytree("runs/whole/export", "theirs")
+    other = Path("theirs/tokenizer.json")
+    other.write_text(other.read_text() + " ")
+    run = ["pretrain", *TINY, *options, "--name", "other", "--start.from", "theirs"]
+    assert main(run) == 2
+    assert "its tokenizer is another one than data.tokenizer" in capsys.readouterr().err
+    other.unlink()
+    index = Path("theirs/model.safetensors")
+    index.write_bytes(index.read_bytes()[:-8])
+    assert main(run) == 2
+    assert "model.safetensors is damaged" in capsys.readouterr().err
+    assert not Path("runs/other").exists()
+    pith(folder, "convert", "import", *TINY, "--source", "runs/whole/export", "--name", "other")
+    output = pith(folder, *run, "--train.steps", "1")
+    assert "start.from theirs is not read: the checkpoint goes first" in output
+    assert "step 1 starts from the weights in runs/other/checkpoints, without moments" in output
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         (["runs/whole/export", "--model.num-experts", "4"], "model.num_experts is 4, runs/whole"),
-        (["runs/whole/checkpoints"], "a folder with a config.json, or a complete checkpoint, is"),
+        (
+            ["runs/whole/checkpoints"],
+            "neither a folder with a config.json nor a complete checkpoint",
+        ),
         (["runs/whole"], "'runs/whole': model_type = None: implemented are"),
         (
             ["runs/whole/checkpoints/step-00000006", "--model.num-experts-per-tok", "3"],

@@ -320,14 +320,17 @@ def test_skipped_keys_are_reported_once(tmp_path: Path):
     layout = [CanonicalTensor("layers.6.a", (2, 3), ("model.layers.6.a",))]
     theirs = {"model.layers.6.a": draw(2, 3, dtype=torch.float32)}
     extra = {"model.layers.61.a": draw(2), "model.layers.61.shared.b": torch.zeros(1)}
-    skipped = [SkippedKeys("model.layers.61.", "multi-token prediction is not implemented")]
+    skipped = [SkippedKeys("model.layers.61.", "shared.b", "they are not implemented")]
     account = "keys: 1 loaded, 0 unexpected, 0 missing; dtype changes: none"
     assert read(tmp_path, layout, theirs, skipped).account == account
     assert read(tmp_path, layout, theirs | extra, skipped).account == (
-        f"{account}; 2 keys of model.layers.61 skipped: multi-token prediction is not implemented"
+        f"{account}; 2 keys of model.layers.61 skipped: they are not implemented"
     )
     with pytest.raises(ValueError, match=r"unexpected keys \(2\): model\.layers\.61\.a, "):
         read(tmp_path, layout, theirs | extra)
+    del extra["model.layers.61.shared.b"]  # without its mark it may be a layer of the model
+    with pytest.raises(ValueError, match=r"unexpected keys \(1\): model\.layers\.61\.a"):
+        read(tmp_path, layout, theirs | extra, skipped)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

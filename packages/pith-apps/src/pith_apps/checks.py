@@ -1,8 +1,7 @@
 """Every reason why a run cannot start, found before anything is touched.
 
-`violations` reports all at once: field path, value, what is allowed, a fix. One field is checked by
-the `violations` method of its dataclass, or by `_range_violations` for those of `config.py`;
-relations between fields, or with the machine, stand here.
+`violations` reports all at once: field path, value, what is allowed, a fix. A field is checked by its
+dataclass, or by `_range_violations` for those of `config.py`; relations stand here.
 
 The trap: a relation of values out of range makes no sense (a remainder of zero), so it is looked at
 only where `_sound` finds its fields in order.
@@ -16,12 +15,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from pith_engine.balance import BalanceConfig
 from pith_engine.mesh import mesh_violations
 from pith_engine.partition import partition_violations
 from pith_engine.violations import raise_violations
-from pith_models.build import ModelConfig, model_config_from_hf
-from pith_models.hf import read_hf_config
+from pith_models.build import (
+    ModelConfig,
+    canonical_tensors,
+    model_config_from_hf,
+    skipped_keys,
+)
+from pith_models.hf import HuggingFaceTensors, read_hf_config
 
 from pith_apps.config import RunConfig, config_record, model_record
 from pith_apps.corpus import STANDARD_LIBRARY_VOCABULARY, Corpus, tokenizer_hash
@@ -189,19 +194,28 @@ def hf_model_changes(source: Path, model: ModelConfig) -> list[str]:
 
 def _start_violations(config: RunConfig) -> list[str]:
     source = config.start.source
-    if source is None:
+    if source is None or newest_checkpoint(config) is not None:
         return []
     from pith_engine.checkpoint import checkpoint_fault, read_manifest
 
+    found, saved = [], None
     try:
         if (source / "config.json").is_file():
-            found = hf_model_changes(source, config.model)
+            found += hf_model_changes(source, config.model)
+            if not found:  # else its keys would differ too
+                layout, skipped = canonical_tensors(config.model), skipped_keys(config.model)
+                HuggingFaceTensors(source, layout, torch.float32, skipped)
+            saved = tokenizer_hash(source) if (source / "tokenizer.json").is_file() else None
         elif (fault := checkpoint_fault(source)) is None:
-            found = fixed_changes(config, read_manifest(source).run, ("model.",))
+            run = read_manifest(source).run
+            found, saved = fixed_changes(config, run, ("model.",)), run.get("tokenizer")
         else:
-            found = [f"a folder with a config.json, or a complete checkpoint, is needed: {fault}"]
-    except ValueError as error:
-        found = [str(error)]
+            found.append(f"neither a folder with a config.json nor a complete checkpoint: {fault}")
+        folder = config.tokenizer_folder
+        if saved and folder.is_dir() and tokenizer_hash(folder) != saved:
+            found.append(f"its tokenizer is another one than data.tokenizer {str(folder)!r}")
+    except (ValueError, OSError) as error:
+        found.append(str(error))
     return [f"start.from is {str(source)!r}: {line}" for line in found]
 
 

@@ -31,7 +31,7 @@ usage: pith VERB ...
 
   pith tokenize --inputs FILES --tokenizer FOLDER --output FOLDER
                              text files to a corpus folder
-  pith pretrain RECIPE       train from scratch, or resume: the same command again
+  pith pretrain RECIPE       train, or resume: the same command again
   pith evaluate RECIPE       held-out loss of the newest checkpoint of a run
   pith convert export RECIPE newest checkpoint of a run to a Hugging Face folder
   pith convert import RECIPE --source FOLDER

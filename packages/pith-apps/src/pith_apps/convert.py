@@ -3,8 +3,8 @@
     import   config.json, *.safetensors  ->  step-00000000, weights in fp32, no moments
     export   any complete checkpoint     ->  a folder that transformers and vLLM open as it is
 
-The trap: bf16 -> fp32 -> bf16 is exact, so an import exported again in the dtype it came in has the
-same bytes; a trained fp32 weight exported in bf16 is rounded.
+The trap: what was imported has the same bytes when exported in its own dtype, as bf16 -> fp32 -> bf16
+is exact; a trained fp32 weight exported in bf16 is rounded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -61,9 +61,8 @@ def export_checkpoint(
 ) -> None:
     """Write the weights of a checkpoint, saved on any mesh, as the Hugging Face folder `out`.
 
-    Companion files and fields are those of `companions`, a tokenizer folder or the Hugging Face
-    folder that the model came from. A ValueError refuses a checkpoint that is damaged or of another
-    model or tokenizer, or an `out` that exists without `replace`.
+    Companion files and fields come from `companions`, a tokenizer or Hugging Face folder. A
+    ValueError for damage, another model or tokenizer, or an `out` that exists without `replace`.
     """
     manifest, digest = verify_checkpoint(checkpoint, Mesh.single()), tokenizer_hash(companions)
     if manifest.run.get("tokenizer", digest) != digest:
@@ -95,6 +94,8 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
         raise ValueError(f"{existing} would be resumed instead: choose another --name or remove it")
     if (source / "tokenizer.json").exists():
         raise_if_too_large(source, config.vocab_size)
+    else:
+        print(f"{source} has no tokenizer.json: its size is not checked")
     layout = canonical_tensors(config)
     tensors = HuggingFaceTensors(source, layout, torch.float32, skipped_keys(config))
     print(f"importing {source}: {tensors.account}")
@@ -119,6 +120,8 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
 
 def _read_and_count(tensors: Mapping[str, Tensor], name: str, bar: tqdm) -> Tensor:
     tensor = tensors[name]
+    if not tensor.isfinite().all():
+        raise ValueError(f"{name} holds values that are not finite")
     bar.update(tensor.numel())
     return tensor
 

@@ -164,7 +164,15 @@ def parity_plan(
     replaced += ["--model.tie"] if "tied" in variations else []
     if twice := [name for name in given if name.startswith(tuple(replaced))]:
         raise ValueError(f"{', '.join(twice)}: set by --meshes, --dtype or --with")
-    unread = ("--lr.", "--evaluation.", "--checkpoint.", "--log.", "--train.steps", "--train.max")
+    unread = (
+        "--lr.",
+        "--start.",
+        "--evaluation.",
+        "--checkpoint.",
+        "--log.",
+        "--train.steps",
+        "--train.max",
+    )
     if unused := [name for name in given if name.startswith(unread)]:
         raise ValueError(f"{', '.join(unused)}: parity runs one step and reads none of these")
     if arguments.meshes and arguments.grid == "full":

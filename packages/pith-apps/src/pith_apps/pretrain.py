@@ -1,4 +1,4 @@
-"""Pretraining from initial weights, or from the newest complete checkpoint of the run folder.
+"""Pretraining from initial or given weights, or the newest complete checkpoint of the run folder.
 
 A step (`_train_step`):
 
@@ -119,18 +119,20 @@ def _start(config: RunConfig, trainer: Trainer) -> str:
     for parameter in trainer.parameters:
         for block in canonical_blocks(parameter, parameter.shard):
             block.tensor.copy_(tensors.block(block.name, block.offsets, block.tensor.shape))
+    raise_if_weights_not_finite(trainer.parameters, 0, trainer.mesh)
     return f"step 1 starts from the weights of {source}; {tensors.account}"
 
 
 def _resumed_lines(config: RunConfig, resumed: Manifest) -> str:
-    folder, steps = config.checkpoint_folder, config.train.steps
-    if not resumed.has_optimizer:
-        return f"step {resumed.step + 1} starts from the weights in {folder}, without moments"
-    changed = changed_fields(resumed.run.get("config", {}), config_record(config))
-    lines = [f"resumed at step {resumed.step} of {steps} from {folder}"]
-    lines += [f"changed since that checkpoint: {change}" for change in changed]
+    folder, steps, lines = config.checkpoint_folder, config.train.steps, []
     if config.start.source is not None:
         lines.append(f"start.from {config.start.source} is not read: the checkpoint goes first")
+    if not resumed.has_optimizer:
+        line = f"step {resumed.step + 1} starts from the weights in {folder}, without moments"
+        return "\n".join([*lines, line])
+    changed = changed_fields(resumed.run.get("config", {}), config_record(config))
+    lines.append(f"resumed at step {resumed.step} of {steps} from {folder}")
+    lines += [f"changed since that checkpoint: {change}" for change in changed]
     if config.balance.method == "global-batch" and not resumed.run.get("expert_counts"):
         lines.append("it holds no expert frequencies: the next step is balanced as the first")
     if resumed.step == steps:
@@ -174,7 +176,7 @@ def _train_step(
     try:
         raise_if_not_finite(parameters, norm, step, mesh)
     except FloatingPointError:
-        with NanFinder():  # run again, to end in the line that makes the NaN, if it does so again
+        with NanFinder():  # again, to end in the line at fault
             step_gradients(trainer, batches)
         raise
     if losses.num_targets:

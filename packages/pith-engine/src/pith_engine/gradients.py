@@ -68,9 +68,11 @@ class NanFinder(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operation and look at its result."""
+        given = {name: value for name, value in (kwargs or {}).items() if name != "out"}
+        had_nan = _has_nan([args, given])
         made = function(*args, **(kwargs or {}))
         # Memory that is not written yet may hold anything.
-        if "empty" not in repr(function) and _has_nan(made) and not _has_nan([args, kwargs]):
+        if "empty" not in repr(function) and not had_nan and _has_nan(made):
             name = resolve_name(function) or repr(function)
             raise FloatingPointError(f"{name} makes a NaN of operands without one")
         return made

@@ -128,9 +128,9 @@ def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
     """Keys of the family's Hugging Face files that are left out on purpose."""
     if not isinstance(config, DeepseekConfig) or not config.is_v3:
         return ()
-    # V3's files hold a layer of multi-token prediction after the last.
+    # V3's files hold a layer of multi-token prediction after the last, told by its projection.
     prefix = f"model.layers.{config.num_hidden_layers}."
-    return (SkippedKeys(prefix, "multi-token prediction is not implemented"),)
+    return (SkippedKeys(prefix, "eh_proj.weight", "multi-token prediction is not implemented"),)
 
 
 def head_dims(config: ModelConfig) -> tuple[int, int]:

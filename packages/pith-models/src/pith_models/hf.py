@@ -144,6 +144,8 @@ class SkippedKeys:
 
     prefix: str
     """Their beginning, dot included."""
+    mark: str
+    """Ends a key that must be among them."""
     reason: str
     """Ends the line that reports them."""
 
@@ -167,9 +169,10 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         headers, notes = _read_headers(folder), ""
         for group in skipped:
             kept = {key: v for key, v in headers.items() if not key.startswith(group.prefix)}
-            if count := len(headers) - len(kept):
+            if f"{group.prefix}{group.mark}" in headers:
+                count = len(headers) - len(kept)
                 notes += f"; {count} keys of {group.prefix[:-1]} skipped: {group.reason}"
-            headers = kept
+                headers = kept
         self._headers, self._parts = headers, _check_keys(folder, layout, headers)
         for tensor in layout:
             if tensor.copy in self._parts:
@@ -193,6 +196,8 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A block of a tensor; of a stack only its experts are read."""
         tensor = self._layout[name]
+        if 0 in sizes:
+            return torch.empty(tuple(sizes), dtype=self._dtype)
         if not tensor.is_expert_stack:
             return cut_block(self._load(tensor), offsets, sizes)
         experts = range(offsets[0], offsets[0] + sizes[0])
@@ -508,7 +513,7 @@ def _dtype_name(dtype: torch.dtype | str) -> str:
 def _read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, expected a JSON object")
