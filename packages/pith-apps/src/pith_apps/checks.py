@@ -1,10 +1,10 @@
 """Every reason why a run cannot start, found before anything is touched.
 
-`violations` reports all at once: field path, value, what is allowed, a fix. A field is checked by its
-dataclass, or by `_range_violations` for those of `config.py`; relations stand here.
+`violations` reports all at once: field path, value, what is allowed, a fix. A field is checked by
+its dataclass, or by `_range_violations` for those of `config.py`; relations stand here.
 
-The trap: a relation of values out of range makes no sense (a remainder of zero), so it is looked at
-only where `_sound` finds its fields in order.
+The trap: a relation of values out of range makes no sense (a remainder of zero): `_sound` says
+whether its fields are in order.
 """
 
 import os
@@ -78,13 +78,14 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
         "balance.method bias": config.balance.method == "bias",
         "a model_type other than deepseek_v3": model_type != "deepseek_v3",
     }
-    found += [
-        f"{option} with {other}: {reason}"
-        for option, other, reason in CAPABILITIES
-        if settings[option] and settings[other]
-    ]
     if not config.model.num_experts:
         found += _dense_violations(config)
+    else:
+        found += [
+            f"{option} with {other}: {reason}"
+            for option, other, reason in CAPABILITIES
+            if settings[option] and settings[other]
+        ]
     here, gpus = machine.processes_here, machine.num_gpus
     if _sound(own, "nproc", "mesh") and config.train.device == "cuda" and here > gpus:
         smaller = f"use a mesh of {gpus} ranks or " if gpus else ""

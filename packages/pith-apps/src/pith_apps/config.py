@@ -56,7 +56,7 @@ class TrainConfig:
     """Steps, their size and numbers."""
 
     steps: int
-    """Optimizer updates of the run, before a resume included."""
+    """Optimizer updates of the whole run, those before a resume included."""
     batch: int
     """Sequences a step over all ranks together."""
     micro_batch: int = 1

@@ -3,8 +3,8 @@
     import   config.json, *.safetensors  ->  step-00000000, weights in fp32, no moments
     export   any complete checkpoint     ->  a folder that transformers and vLLM open as it is
 
-The trap: what was imported has the same bytes when exported in its own dtype, as bf16 -> fp32 -> bf16
-is exact; a trained fp32 weight exported in bf16 is rounded.
+The trap: bf16 -> fp32 -> bf16 is exact, so an import has the same bytes when exported in its dtype;
+a trained fp32 weight exported in bf16 is rounded.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,7 @@
 """`qwen3-30b-a3b` and its tiny form.
 
 Sizes: `config.json` of Qwen/Qwen3-30B-A3B-Base on Hugging Face (30.5 B parameters, 3.3 B active).
-Eight GPUs share the experts; without a pipeline DualPipeV only overlaps the experts' all-to-alls
-with compute. Per GPU AdamW's fp32 state takes 61 GB, gathered experts and fp32 gradients 22 GB.
+On each of eight GPUs AdamW's fp32 state takes 61 GB, gathered experts and fp32 gradients 22 GB.
 """
 
 from dataclasses import replace
