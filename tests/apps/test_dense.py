@@ -98,6 +98,7 @@ def one(folder: Path) -> str:
     return run_pith(folder, "pretrain", "recipe.py", "--mesh.dp", "1", "--name", "one")
 
 
+@pytest.mark.slow
 def test_a_dense_run_trains_alike_in_one_process_and_on_a_pipeline(folder: Path, one: str):
     options = ("--mesh.pp", "2", "--mesh.dp", "1", "--train.recompute", "attention+experts")
     two = run_pith(folder, "pretrain", "recipe.py", "--name", "two", *options)

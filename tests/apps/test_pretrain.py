@@ -126,6 +126,7 @@ def hangs() -> RunConfig:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_and_ends_alike(folder, monkeypatch, capsys):
     """While it lives, no other process writes to its folder: neither one rank nor a launcher."""
     (folder / "hangs.py").write_text(HANGS)
@@ -176,6 +177,7 @@ def test_what_decides_the_numbers_may_not_change_on_resume(folder, monkeypatch, 
     assert "nothing is left to train" in output
 
 
+@pytest.mark.slow
 def test_a_finished_run_without_a_held_out_record_still_ends_well(folder):
     run = shutil.copytree(folder / "runs" / "whole", folder / "runs" / "cut")
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -237,6 +239,7 @@ def test_evaluate_repeats_the_last_held_out_loss(folder):
     assert f"\nnote: not the data options of the run: data.held_out: None -> {standard}" in output
 
 
+@pytest.mark.slow
 def test_frequencies_that_a_checkpoint_does_not_hold_are_missed(folder):
     """With them a run of `global-batch` balancing ends as `whole`: that is shown by `killed`."""
     run = folder / "runs" / "forgotten"
@@ -286,19 +289,19 @@ def broken() -> RunConfig:
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
-        ("exception", "[rank 1] RuntimeError: rank one breaks"),
+        pytest.param("exception", "[rank 1] RuntimeError: rank one breaks", marks=pytest.mark.slow),
         ("nan", "step 3: gradient not finite in layers.1.experts_down_proj on rank 1 (1 elements)"),
     ],
 )
-def test_a_fault_in_one_rank_ends_the_job_before_the_update(tmp_path, fault, named):
-    (tmp_path / "broken.py").write_text(f"FAULT = {fault!r}\n{BROKEN}")
-    process = start(tmp_path, "pretrain", "broken.py")
+def test_a_fault_in_one_rank_ends_the_job_before_the_update(folder, fault, named):
+    (folder / "broken.py").write_text(f"FAULT = {fault!r}\n{BROKEN}")
+    process = start(folder, "pretrain", "broken.py")
     _, error = process.communicate(timeout=300)
     assert process.returncode == 1, error
     assert named in error
     assert "was the first to end, with exit code 1" in error
-    assert [step for step, *_ in steps_of(tmp_path, fault)] == [1, 2]
-    checkpoints = sorted((tmp_path / "runs" / fault / "checkpoints").iterdir())
+    assert [step for step, *_ in steps_of(folder, fault)] == [1, 2]
+    checkpoints = sorted((folder / "runs" / fault / "checkpoints").iterdir())
     assert [path.name for path in checkpoints] == ["step-00000001", "step-00000002"]
 
 
@@ -379,17 +382,17 @@ def test_what_a_run_cannot_start_from(folder, monkeypatch, capsys, options, name
     assert not (folder / "runs" / "new").exists()
 
 
-def test_weights_that_are_not_finite_are_never_saved(tmp_path):
+def test_weights_that_are_not_finite_are_never_saved(folder):
     """An update may overflow fp32 while its gradient is finite; the checkpoint before it stays."""
     run = ["pretrain", *TINY, "--name", "huge", "--checkpoint.keep", "1", "--train.steps"]
-    pith(tmp_path, *run, "2")
-    process = start(tmp_path, *run, "3", "--lr.peak", "1e39")
+    pith(folder, *run, "2")
+    process = start(folder, *run, "3", "--lr.peak", "1e39")
     _, error = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "step 3: weights not finite in embedding on rank 0" in error
-    kept = [path.name for path in (tmp_path / "runs" / "huge" / "checkpoints").iterdir()]
+    kept = [path.name for path in (folder / "runs" / "huge" / "checkpoints").iterdir()]
     assert kept == ["step-00000002"]
-    assert "resumed at step 2" in pith(tmp_path, *run, "3")
+    assert "resumed at step 2" in pith(folder, *run, "3")
 
 
 def test_changed_fields_names_paths_in_both_trees():
