@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from tiny_run import one_word_tokenizer
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-V2_LITE = pytest.param("deepseek-v2-lite-tiny", marks=pytest.mark.slow)
+SLOW_RECIPE = pytest.param("deepseek-v2-lite-tiny", marks=pytest.mark.slow)
 
 
 def test_recipes_are_the_released_models():
@@ -50,7 +50,7 @@ def parity(recipe: str, labels: tuple[str, ...], variations: tuple[str, ...]) ->
 @pytest.mark.parametrize(
     "variations", [pytest.param((), marks=pytest.mark.slow), VARIATIONS], ids=["plain", "all"]
 )
-@pytest.mark.parametrize("recipe", [V2_LITE, "deepseek-v3-tiny"])
+@pytest.mark.parametrize("recipe", [SLOW_RECIPE, "deepseek-v3-tiny"])
 def test_meshes_agree(recipe: str, variations: tuple[str, ...], gloo_pool):
     """The whole grid is the command's; here the axes that MLA and shared experts care about."""
     results = gloo_pool.run(parity, recipe, ("pp2-ep2", "cp2-ep2"), variations, timeout=180)
