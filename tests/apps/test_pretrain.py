@@ -382,6 +382,7 @@ def test_what_a_run_cannot_start_from(folder, monkeypatch, capsys, options, name
     assert not (folder / "runs" / "new").exists()
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_never_saved(folder):
     """An update may overflow fp32 while its gradient is finite; the checkpoint before it stays."""
     run = ["pretrain", *TINY, "--name", "huge", "--checkpoint.keep", "1", "--train.steps"]
