@@ -14,7 +14,7 @@ from pith_apps.config import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunArguments:
-    """The fields of the recipe, which has all."""
+    """A recipe's fields."""
 
     config: Annotated[RunConfig, arg(name="")]
     """The recipe's configuration."""

@@ -212,9 +212,10 @@ def _start_violations(config: RunConfig) -> list[str]:
             found, saved = fixed_changes(config, run, ("model.",)), run.get("tokenizer")
         else:
             found.append(f"neither a folder with a config.json nor a complete checkpoint: {fault}")
-        folder = config.tokenizer_folder
-        if saved and folder.is_dir() and tokenizer_hash(folder) != saved:
-            found.append(f"its tokenizer is another one than data.tokenizer {str(folder)!r}")
+        data = config.data
+        folder = config.tokenizer_folder if data.standard_library else data.tokenizer
+        if saved and folder and folder.is_dir() and tokenizer_hash(folder) != saved:
+            found.append(f"its tokenizer is not that of data.tokenizer {str(folder)!r}")
     except (ValueError, OSError) as error:
         found.append(str(error))
     return [f"start.from is {str(source)!r}: {line}" for line in found]
