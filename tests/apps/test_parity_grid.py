@@ -249,7 +249,7 @@ def rows_that_agree(results: list, labels: list[str], limit: float) -> None:
 @pytest.mark.parametrize(
     ("dtype", "variations", "limit"),
     [
-        pytest.param("fp64", (), 1e-12, marks=[pytest.mark.core, pytest.mark.slow]),
+        pytest.param("fp64", (), 1e-12, marks=pytest.mark.slow),
         pytest.param("fp64", VARIATIONS, 1e-11, marks=pytest.mark.core),
         pytest.param(
             *("fp32", tuple(name for name in VARIATIONS if name != "muon"), 1e-5),

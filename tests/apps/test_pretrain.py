@@ -310,8 +310,9 @@ def same_batch(folder: Path) -> list[str]:
     words = [f" {chr(97 + n * 7 % 26)}" for n in range(8 * 16)]
     (folder / "words.txt").write_text("".join(words))
     tokenizer = str(folder / "runs" / "standard-library" / "tokenizer")
-    command = ["--inputs", "words.txt", "--tokenizer", tokenizer, "--output", "words"]
-    assert "129 tokens" in pith(folder, "tokenize", *command)
+    if not (folder / "words").exists():
+        command = ["--inputs", "words.txt", "--tokenizer", tokenizer, "--output", "words"]
+        assert "129 tokens" in pith(folder, "tokenize", *command)
     data = ["--data.no-standard-library", "--data.training", "words", "--data.held-out", "words"]
     return [*data, "--data.tokenizer", tokenizer, "--train.sequence-length", "16"]
 
