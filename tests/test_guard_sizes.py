@@ -17,6 +17,8 @@ CODE_LINES = {"pith_ops": 2_100, "pith_engine": 3_000, "pith_models": 1_800, "pi
 """Code lines that a training run can execute, by package."""
 ALL_CODE_LINES = 9_500
 ALL_BYTES = 450_000
+BYTES_WITH_PROOFS = 511_340
+"""All of the source, which the design holds to 450,000 as well: overrun, and may only shrink."""
 OTHER_CODE_LINES = 2_200
 """What only measures or proves (`MEASURES_AND_PROOFS`), on top of the above."""
 
@@ -40,6 +42,11 @@ def test_functions_are_short():
 def test_code_fits_the_budget(capsys: pytest.CaptureFixture[str]):
     lines = dict.fromkeys(PACKAGES, 0)
     size, others = 0, 0
+    everything = sum(
+        len(source.text.encode())
+        for source in source_files()
+        if not source.module.startswith(("pith_apps.bench", "pith_apps.ate_bench"))
+    )
     for source in source_files():
         if is_measure_or_proof(source.module):
             others += code_lines(source)
@@ -50,9 +57,14 @@ def test_code_fits_the_budget(capsys: pytest.CaptureFixture[str]):
     with capsys.disabled():
         parts = ", ".join(f"{name} {lines[name]}/{CODE_LINES[name]}" for name in PACKAGES)
         print(f"\ncode lines: {parts}, all {total}/{ALL_CODE_LINES}", end="")
-        print(f", measures and proofs {others}/{OTHER_CODE_LINES}; {size:,}/{ALL_BYTES:,} bytes")
+        print(
+            f", measures and proofs {others}/{OTHER_CODE_LINES}; {size:,}/{ALL_BYTES:,} bytes",
+            end="",
+        )
+        print(f"; with proofs and measures {everything:,}, over the design's {ALL_BYTES:,}")
     over = {name: lines[name] for name in PACKAGES if lines[name] > CODE_LINES[name]}
     assert not over, f"packages over their budget of code lines {CODE_LINES}: {over}"
     assert total <= ALL_CODE_LINES
     assert size <= ALL_BYTES
+    assert everything <= BYTES_WITH_PROOFS
     assert others <= OTHER_CODE_LINES
