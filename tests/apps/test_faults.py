@@ -59,7 +59,7 @@ FAULTS = {
     "expert count": (
         "gate_up = grouped_linear(tokens, self.experts_gate_up, groups, weight_grads)",
         "gate_up = grouped_linear(tokens, self.experts_gate_up[1:], groups, weight_grads)",
-        "groups: 4 groups of",
+        "4 groups of",
     ),
     "top-k": (
         "ids, weights, scores = softmax_topk(",
