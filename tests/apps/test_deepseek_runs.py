@@ -9,8 +9,12 @@ import torch
 from mesh_round_trip import load_and_save, loss_on
 from pith_apps.convert import export_checkpoint, import_checkpoint
 from pith_apps.parity import VARIATIONS, parity_sequences, parity_worker, parse_parity_mesh, vary
-from pith_apps.recipes.deepseek_v2_lite import deepseek_v2_lite, deepseek_v2_lite_tiny
-from pith_apps.recipes.deepseek_v3 import deepseek_v3, deepseek_v3_tiny
+from pith_apps.recipes.deepseek import (
+    deepseek_v2_lite,
+    deepseek_v2_lite_tiny,
+    deepseek_v3,
+    deepseek_v3_tiny,
+)
 from pith_apps.recipes.load import load_recipe
 from pith_apps.trainer import build_trainer, step_gradients
 from pith_engine.balance import update_balance_biases

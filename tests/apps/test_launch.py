@@ -25,7 +25,7 @@ RECIPE = """
 import os, time
 from pathlib import Path
 from pith_apps.config import RunConfig
-from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b_tiny
+from pith_apps.recipes.qwen3 import qwen3_30b_a3b_tiny
 
 def waiting() -> RunConfig:
     rank = os.environ.get("RANK")

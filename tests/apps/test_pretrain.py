@@ -108,7 +108,7 @@ def test_a_run_leaves_what_it_says(folder):
 HANGS = """
 import time
 from pith_apps.config import RunConfig
-from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b_tiny
+from pith_apps.recipes.qwen3 import qwen3_30b_a3b_tiny
 from pith_engine.pipeline import Pipeline
 
 _train_step, _calls = Pipeline.train_step, []
@@ -263,7 +263,7 @@ BROKEN = """
 import os
 from dataclasses import replace
 from pith_apps.config import RunConfig
-from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b_tiny
+from pith_apps.recipes.qwen3 import qwen3_30b_a3b_tiny
 from pith_engine.fsdp import Unit
 from pith_engine.pipeline import Pipeline
 

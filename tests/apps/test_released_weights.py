@@ -39,7 +39,7 @@ RECIPE = """
 from dataclasses import replace
 from pathlib import Path
 from pith_apps.config import RunConfig
-from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b_tiny
+from pith_apps.recipes.qwen3 import qwen3_30b_a3b_tiny
 from pith_engine.balance import BalanceConfig
 from pith_engine.mesh import MeshConfig
 from pith_models.build import model_config_from_hf

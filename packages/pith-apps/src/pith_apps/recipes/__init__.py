@@ -1,1 +1,1 @@
-"""Recipes: one file each, and `load.py`, which finds them."""
+"""Recipes: a file for each family, and `load.py`, which finds them."""

@@ -13,14 +13,27 @@ from typing import get_type_hints
 from pith_engine.violations import did_you_mean, raise_violations, type_violations
 
 from pith_apps.config import RunConfig
-from pith_apps.recipes.deepseek_v2_lite import deepseek_v2_lite, deepseek_v2_lite_tiny
-from pith_apps.recipes.deepseek_v3 import deepseek_v3, deepseek_v3_tiny
+from pith_apps.recipes.deepseek import (
+    deepseek_v2_lite,
+    deepseek_v2_lite_tiny,
+    deepseek_v3,
+    deepseek_v3_tiny,
+)
 from pith_apps.recipes.demo import demo
-from pith_apps.recipes.gpt_oss_20b import gpt_oss_20b, gpt_oss_20b_tiny
-from pith_apps.recipes.gpt_oss_120b import gpt_oss_120b, gpt_oss_120b_tiny
-from pith_apps.recipes.qwen3_8b import qwen3_8b, qwen3_8b_tiny
-from pith_apps.recipes.qwen3_30b_a3b import qwen3_30b_a3b, qwen3_30b_a3b_tiny
-from pith_apps.recipes.qwen3_235b_a22b import qwen3_235b_a22b, qwen3_235b_a22b_tiny
+from pith_apps.recipes.gpt_oss import (
+    gpt_oss_20b,
+    gpt_oss_20b_tiny,
+    gpt_oss_120b,
+    gpt_oss_120b_tiny,
+)
+from pith_apps.recipes.qwen3 import (
+    qwen3_8b,
+    qwen3_8b_tiny,
+    qwen3_30b_a3b,
+    qwen3_30b_a3b_tiny,
+    qwen3_235b_a22b,
+    qwen3_235b_a22b_tiny,
+)
 
 
 def built_in_recipes() -> list[RunConfig]:
