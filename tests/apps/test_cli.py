@@ -198,17 +198,6 @@ def test_a_rank_of_a_wrong_world_refuses_alone(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_launcher_is_named_only_while_it_runs(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "pith_apps.launch.launch", lambda *_: seen.append(os.environ["PITH_LAUNCHER"]) or 7
-    )
-    assert main(["parity", "demo", "--train.device", "cpu"]) == 7
-    assert seen == [str(os.getpid())]
-    assert "PITH_LAUNCHER" not in os.environ
-
-
 def test_the_command_ends_with_its_exit_code(tmp_path):
     done = pith("pretrain", "demo", "--train.micro-batch", "3", cwd=tmp_path)
     assert done.returncode == 2

@@ -18,7 +18,8 @@ from pith_apps.config import (
 )
 from pith_apps.corpus import tokenize_files, train_tokenizer
 from pith_apps.plan import Machine, describe_run
-from pith_apps.recipes.qwen3 import qwen3_30b_a3b, qwen3_30b_a3b_tiny
+from pith_apps.recipes.qwen3 import qwen3_30b_a3b
+from pith_apps.recipes.released import tiny_form
 from pith_apps.trainer import build_trainer
 from pith_engine.balance import BalanceConfig
 from pith_engine.fsdp import ShardingConfig
@@ -45,7 +46,7 @@ def corpora(tmp_path_factory) -> Path:
 @pytest.fixture
 def run(corpora, tmp_path) -> RunConfig:
     """A run that may start on one process."""
-    tiny = qwen3_30b_a3b_tiny()
+    tiny = tiny_form(qwen3_30b_a3b())
     return replace(
         tiny,
         runs_folder=tmp_path / "runs",
@@ -416,7 +417,7 @@ def test_capabilities_are_written_in_words_that_the_validator_knows(run, monkeyp
 
 
 def test_a_configuration_is_plain_values():
-    for recipe in (qwen3_30b_a3b(), qwen3_30b_a3b_tiny()):
+    for recipe in (qwen3_30b_a3b(), tiny_form(qwen3_30b_a3b())):
         record = config_record(recipe)
         assert json.loads(json.dumps(record)) == record
         assert record["model"]["num_experts"] == recipe.model.num_experts

@@ -9,13 +9,9 @@ import torch
 from mesh_round_trip import load_and_save, loss_on
 from pith_apps.convert import export_checkpoint, import_checkpoint
 from pith_apps.parity import VARIATIONS, parity_sequences, parity_worker, parse_parity_mesh, vary
-from pith_apps.recipes.deepseek import (
-    deepseek_v2_lite,
-    deepseek_v2_lite_tiny,
-    deepseek_v3,
-    deepseek_v3_tiny,
-)
+from pith_apps.recipes.deepseek import deepseek_v2_lite, deepseek_v3
 from pith_apps.recipes.load import load_recipe
+from pith_apps.recipes.released import tiny_form
 from pith_apps.trainer import build_trainer, step_gradients
 from pith_engine.balance import update_balance_biases
 from pith_engine.checkpoint import find_checkpoint, save_checkpoint
@@ -37,7 +33,7 @@ def test_recipes_are_the_released_models():
     assert deepseek_v2_lite().model == model_config_from_hf(V2_LITE)
     assert deepseek_v3().model == model_config_from_hf(V3)
     assert deepseek_v3().balance.method == "bias"
-    for tiny in (deepseek_v2_lite_tiny(), deepseek_v3_tiny()):
+    for tiny in (tiny_form(deepseek_v2_lite()), tiny_form(deepseek_v3())):
         yarn = tiny.model.rope_scaling
         assert yarn.original_max_position_embeddings < tiny.train.sequence_length
 
@@ -145,7 +141,7 @@ def test_imported_weights_have_transformers_loss_on_a_mesh(
 
 def test_the_bias_follows_the_load_and_is_exported(tmp_path: Path):
     """Two steps of one process: bias += rate * sign(mean - count), fp32 in a bf16 export."""
-    config = deepseek_v3_tiny()
+    config = tiny_form(deepseek_v3())
     mesh, rate = Mesh.single(), config.balance.bias_rate
     trainer = build_trainer(config, mesh, torch.device("cpu"))
     optimizer = AdamW(trainer.parameters, OptimizerConfig())

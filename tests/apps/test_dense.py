@@ -17,7 +17,8 @@ from pith_apps.corpus import tokenize_files, train_tokenizer
 from pith_apps.parity import FULL_GRID, PARITY_MESHES, parse_parity_mesh, vary, without_experts
 from pith_apps.plan import Machine, describe_run
 from pith_apps.recipes.load import load_recipe
-from pith_apps.recipes.qwen3 import qwen3_8b_tiny, qwen3_30b_a3b_tiny
+from pith_apps.recipes.qwen3 import qwen3_8b, qwen3_30b_a3b
+from pith_apps.recipes.released import tiny_form
 from pith_apps.run_log import read_metrics
 from pith_engine.balance import BalanceConfig
 from pith_engine.fsdp import ShardingConfig
@@ -33,11 +34,12 @@ RECIPE = """
 from dataclasses import replace
 from pathlib import Path
 from pith_apps.config import DataConfig, RunConfig
-from pith_apps.recipes.qwen3 import qwen3_8b_tiny
+from pith_apps.recipes.qwen3 import qwen3_8b
+from pith_apps.recipes.released import tiny_form
 from pith_ops.rope import Yarn
 
 def dense() -> RunConfig:
-    tiny, root = qwen3_8b_tiny(), Path(__file__).parent
+    tiny, root = tiny_form(qwen3_8b()), Path(__file__).parent
     yarn = Yarn(factor=2.0, original_max_position_embeddings=64)
     return replace(
         tiny,
@@ -169,7 +171,7 @@ def test_parity_puts_dp_in_place_of_ep(capsys: pytest.CaptureFixture[str]):
     sizes = [parse_parity_mesh(label).config.world_size for label in full]
     assert max(sizes) == 8
     with pytest.raises(ValueError, match="--with aux: the model has no experts to balance"):
-        vary(qwen3_8b_tiny(), ("packed", "aux"))
+        vary(tiny_form(qwen3_8b()), ("packed", "aux"))
     assert main(["parity", "qwen3-8b-tiny", "--meshes", "dp2-ep2", "ep4"]) == 2
     error = capsys.readouterr().err
     assert error.count("the model has no experts; use mesh.dp") == 2
@@ -222,7 +224,7 @@ def test_types_are_those_of_one_member_of_the_union():
     class Foreign:
         vocab_size: int
 
-    recipe = qwen3_8b_tiny()
+    recipe = tiny_form(qwen3_8b())
     yarn = Yarn(factor=2.0, original_max_position_embeddings=64)
     good = replace(recipe, model=replace(recipe.model, rope_scaling=yarn))
     assert type_violations(asdict(good), RunConfig, "") == []
@@ -243,12 +245,12 @@ def test_types_are_those_of_one_member_of_the_union():
 
 def test_another_family_is_one_readable_line(tmp_path: Path):
     save_tiny_qwen3(tmp_path / "source")
-    config, source = qwen3_8b_tiny().model, tmp_path / "source"
+    config, source = tiny_form(qwen3_8b()).model, tmp_path / "source"
     with pytest.raises(ValueError, match="another model") as error:
         import_checkpoint(source, tmp_path / "imported", config)
     lines = str(error.value).splitlines()[1:]
     assert lines == [f"  - model.model_type is qwen3, {source} has qwen3_moe"]
     theirs = model_config_from_hf(read_hf_config(source))
-    before = config_record(replace(qwen3_30b_a3b_tiny(), model=theirs))
-    changes = changed_fields(before, config_record(qwen3_8b_tiny()))
+    before = config_record(replace(tiny_form(qwen3_30b_a3b()), model=theirs))
+    changes = changed_fields(before, config_record(tiny_form(qwen3_8b())))
     assert "model.model_type: qwen3_moe -> qwen3" in changes

@@ -12,7 +12,8 @@ from pith_apps.checks import required_checkpoint
 from pith_apps.config import DataConfig, EvaluationConfig, RunConfig
 from pith_apps.corpus import tokenize_files, train_tokenizer
 from pith_apps.evaluate import held_out_loss
-from pith_apps.recipes.qwen3 import qwen3_30b_a3b_tiny
+from pith_apps.recipes.qwen3 import qwen3_30b_a3b
+from pith_apps.recipes.released import tiny_form
 from pith_apps.trainer import build_trainer, check_same_corpora
 from pith_engine.contract import Batch
 from pith_engine.mesh import Mesh, MeshConfig
@@ -30,7 +31,7 @@ def config(tmp_path_factory) -> RunConfig:
     (root / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(words, 4000)))
     train_tokenizer([root / "text.txt"], root / "tokenizer", vocab_size=300)
     tokenize_files([root / "text.txt"], root / "tokenizer", root / "corpus")
-    tiny = qwen3_30b_a3b_tiny()
+    tiny = tiny_form(qwen3_30b_a3b())
     return replace(
         tiny,
         runs_folder=root,
@@ -73,12 +74,12 @@ def evaluate_on(config: RunConfig, mesh_config: MeshConfig) -> tuple[float, int]
     if mesh is None:
         return None
     trainer = build_trainer(replace(config, mesh=mesh_config), mesh, torch.device("cpu"))
-    return held_out_loss(trainer, config)
+    return held_out_loss(trainer)
 
 
 def test_held_out_loss_is_the_mean_over_tokens(config):
     trainer = build_trainer(config, Mesh.single(), torch.device("cpu"))
-    loss, num_targets = held_out_loss(trainer, config)
+    loss, num_targets = held_out_loss(trainer)
     assert num_targets == SEQUENCE * SEQUENCES
     assert loss == pytest.approx(plain_loss(config), rel=1e-12)
     assert all(not p.full.grad.any() for p in trainer.parameters)

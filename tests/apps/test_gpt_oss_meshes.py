@@ -18,7 +18,8 @@ from pith_apps.checks import violations
 from pith_apps.convert import export_checkpoint, import_checkpoint
 from pith_apps.parity import parity_worker, parse_parity_mesh, vary
 from pith_apps.plan import Machine
-from pith_apps.recipes.gpt_oss import gpt_oss_20b, gpt_oss_20b_tiny, gpt_oss_120b
+from pith_apps.recipes.gpt_oss import gpt_oss_20b, gpt_oss_120b
+from pith_apps.recipes.released import tiny_form
 from pith_engine.balance import BalanceConfig
 from pith_engine.checkpoint import find_checkpoint
 from pith_engine.context_parallel import context_attention
@@ -42,7 +43,7 @@ def parity(labels: tuple[str, ...], variations: tuple[str, ...], broken: str) ->
         fault = patch("pith_models.gpt_oss.context_attention", wrong)
     output = io.StringIO()
     meshes = tuple(parse_parity_mesh(label) for label in labels)
-    config = vary(gpt_oss_20b_tiny(), variations)
+    config = vary(tiny_form(gpt_oss_20b()), variations)
     # With cp4 a block has 4 tokens, so that a window of 8 reaches over the block before it.
     config = replace(config, train=replace(config.train, sequence_length=32))
     with contextlib.redirect_stdout(output), fault:
@@ -75,7 +76,7 @@ def test_meshes_agree_unless_a_window_or_the_sinks_gradient_is_lost(
 
 
 def test_bytes_survive_import_a_mesh_and_export(tmp_path: Path, gloo_pool: Any):
-    config, source = gpt_oss_20b_tiny().model, tmp_path / "source"
+    config, source = tiny_form(gpt_oss_20b()).model, tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config.to_hf()))
     generator = torch.Generator().manual_seed(2)
@@ -100,7 +101,9 @@ def test_bytes_survive_import_a_mesh_and_export(tmp_path: Path, gloo_pool: Any):
 
 
 def test_a_selection_bias_is_refused(tmp_path: Path):
-    run = replace(gpt_oss_20b_tiny(), runs_folder=tmp_path, balance=BalanceConfig(method="bias"))
+    run = replace(
+        tiny_form(gpt_oss_20b()), runs_folder=tmp_path, balance=BalanceConfig(method="bias")
+    )
     (found,) = violations(run, Machine(world_size=2, processes_here=2, num_gpus=0))
     assert found.startswith("balance.method bias") and "no place for the bias" in found
 

@@ -25,7 +25,8 @@ RECIPE = """
 import os, time
 from pathlib import Path
 from pith_apps.config import RunConfig
-from pith_apps.recipes.qwen3 import qwen3_30b_a3b_tiny
+from pith_apps.recipes.qwen3 import qwen3_30b_a3b
+from pith_apps.recipes.released import tiny_form
 
 def waiting() -> RunConfig:
     rank = os.environ.get("RANK")
@@ -37,7 +38,7 @@ def waiting() -> RunConfig:
             raise RuntimeError("rank one breaks")
         if "WAIT" in os.environ:
             time.sleep(300)
-    return qwen3_30b_a3b_tiny()
+    return tiny_form(qwen3_30b_a3b())
 """
 
 

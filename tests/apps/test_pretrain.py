@@ -108,7 +108,8 @@ def test_a_run_leaves_what_it_says(folder):
 HANGS = """
 import time
 from pith_apps.config import RunConfig
-from pith_apps.recipes.qwen3 import qwen3_30b_a3b_tiny
+from pith_apps.recipes.qwen3 import qwen3_30b_a3b
+from pith_apps.recipes.released import tiny_form
 from pith_engine.pipeline import Pipeline
 
 _train_step, _calls = Pipeline.train_step, []
@@ -122,7 +123,7 @@ def _hangs(self, batches, num_targets):
 Pipeline.train_step = _hangs
 
 def hangs() -> RunConfig:
-    return qwen3_30b_a3b_tiny()
+    return tiny_form(qwen3_30b_a3b())
 """
 
 
@@ -263,7 +264,8 @@ BROKEN = """
 import os
 from dataclasses import replace
 from pith_apps.config import RunConfig
-from pith_apps.recipes.qwen3 import qwen3_30b_a3b_tiny
+from pith_apps.recipes.qwen3 import qwen3_30b_a3b
+from pith_apps.recipes.released import tiny_form
 from pith_engine.fsdp import Unit
 from pith_engine.pipeline import Pipeline
 
@@ -281,7 +283,7 @@ def _breaks(self, batches, num_targets):
 Pipeline.train_step = _breaks
 
 def broken() -> RunConfig:
-    tiny = qwen3_30b_a3b_tiny()
+    tiny = tiny_form(qwen3_30b_a3b())
     return replace(tiny, name=FAULT, checkpoint=replace(tiny.checkpoint, interval=1))
 """
 

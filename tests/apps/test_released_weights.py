@@ -39,14 +39,15 @@ RECIPE = """
 from dataclasses import replace
 from pathlib import Path
 from pith_apps.config import RunConfig
-from pith_apps.recipes.qwen3 import qwen3_30b_a3b_tiny
+from pith_apps.recipes.qwen3 import qwen3_30b_a3b
+from pith_apps.recipes.released import tiny_form
 from pith_engine.balance import BalanceConfig
 from pith_engine.mesh import MeshConfig
 from pith_models.build import model_config_from_hf
 from pith_models.hf import read_hf_config
 
 def released() -> RunConfig:
-    tiny, model = qwen3_30b_a3b_tiny(), model_config_from_hf(read_hf_config(Path("theirs")))
+    tiny, model = tiny_form(qwen3_30b_a3b()), model_config_from_hf(read_hf_config(Path("theirs")))
     return replace(tiny, name="released", model=model, mesh=MeshConfig())
 """
 

@@ -6,10 +6,12 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from pith_apps.config import LogConfig, RunConfig, config_record
 from pith_apps.pretrain import load_warning
 from pith_apps.run_log import (
     RunLog,
@@ -19,15 +21,40 @@ from pith_apps.run_log import (
     read_metrics,
     write_run_facts,
 )
+from pith_engine.checkpoint import Manifest
+from pith_engine.mesh import Mesh, MeshConfig
 from pith_engine.pipeline import StepLosses
 from pith_models.hf import held_folder
+from tiny_run import tiny_run
 
 CPU = torch.device("cpu")
 
 
-def open_log(folder: Path, rank: int = 0, **changes: object) -> RunLog:
-    settings: dict = {"world_size": 4, "device": CPU, "total_steps": 10, "flops_per_token": 1e6}
-    return RunLog(folder, rank=rank, **{**settings, **changes})
+def config_of(folder: Path, tensorboard: bool = False) -> RunConfig:
+    """Ten steps of 2048 tokens."""
+    run = tiny_run(num_layers=2, sequence_length=256)
+    return replace(
+        run,
+        runs_folder=folder.parent,
+        name=folder.name,
+        train=replace(run.train, steps=10),
+        log=LogConfig(tensorboard=tensorboard),
+    )
+
+
+def open_log(
+    folder: Path,
+    rank: int = 0,
+    *,
+    tensorboard: bool = False,
+    resumed_step: int = 0,
+    tokens_seen: int = 0,
+) -> RunLog:
+    """The log of a rank of four."""
+    facts = {"tokens_seen": tokens_seen}
+    resumed = Manifest(step=resumed_step, has_optimizer=True, files={}, run=facts, versions={})
+    mesh = Mesh.plan(MeshConfig(ep=4), rank)
+    return RunLog(config_of(folder, tensorboard), mesh, CPU, resumed if resumed_step else None)
 
 
 def log_step(log: RunLog, **changes: float) -> None:
@@ -37,7 +64,6 @@ def log_step(log: RunLog, **changes: float) -> None:
         StepLosses(**{**numbers, **changes}),
         learning_rate=1e-3 / 3,
         grad_norm=math.pi,
-        num_tokens=2048,
         peak_memory=3 << 29,
     )
 
@@ -92,7 +118,8 @@ def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_mfu_is_of_all_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pith_apps.run_log.peak_flops", lambda device: 1e12)
-    with open_log(tmp_path, flops_per_token=2e9) as log:
+    monkeypatch.setattr("pith_apps.run_log.training_flops", lambda config: 2e9)
+    with open_log(tmp_path) as log:
         log_step(log)
     (record,) = read_metrics(tmp_path)
     assert record["mfu"] == pytest.approx(record["tokens_per_second"] * 2e9 / 4e12, rel=1e-12)
@@ -152,8 +179,10 @@ def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
 
 def test_run_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", "s3cret")
-    write_run_facts(tmp_path / "run", {"name": "x", "mesh": {"pp": 2}}, 4)
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["mesh"] == {"pp": 2}
+    config = config_of(tmp_path / "run")
+    write_run_facts(config, 4, "the plan")
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == config_record(config)
+    assert (tmp_path / "run" / "plan.txt").read_text() == "the plan\n"
     text = (tmp_path / "run" / "environment.json").read_text()
     environment = json.loads(text)
     assert environment["versions"]["torch"] == torch.__version__

@@ -1,7 +1,6 @@
 """`pith VERB ...`: the one command.
 
-A verb is one arm of `_run_verb`, which imports what it needs: `pith --help` and `pith tokenize`
-import no torch. Every field of a recipe's `RunConfig` is an option of the same name.
+An arm of `_run_verb` imports what it needs: `pith --help` and `pith tokenize` import no torch.
 
 Exit codes: 0 done, 1 a rank failed or a comparison was off, 2 refused before anything was written,
 130 interrupted before any rank started, 128 + the number of the signal that stopped the ranks.
@@ -42,14 +41,11 @@ RECIPE is demo, a model such as qwen3-8b (a wrong name lists all), its tiny form
 the path of a Python file with one function that returns a RunConfig. `pith VERB RECIPE --help`
 lists the options: `--train.steps 4` sets the field `steps` of the recipe's `train`.
 """
-VERBS = ("tokenize", "pretrain", "evaluate", "convert", "parity")
-LAUNCHER_VARIABLE = "PITH_LAUNCHER"
-"""Holds, for a worker, the process id of its launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeArguments:
-    """Text files to a corpus folder; the same bytes whatever the number of workers."""
+    """Text files to a corpus folder, of the same bytes for any number of workers."""
 
     inputs: tuple[Path, ...]
     """`.py` and `.txt` files (a document each), `.jsonl` files (a document a line), folders."""
@@ -58,7 +54,7 @@ class TokenizeArguments:
     output: Path
     """The corpus folder to write; must not exist."""
     eos_token: str | None = None
-    """Token that ends a document (default: the one that the tokenizer's configuration names)."""
+    """Token that ends a document (default: that of the tokenizer's configuration)."""
     text_field: str = "text"
     """Field of a `.jsonl` line that holds the text."""
     workers: int = 1
@@ -68,43 +64,45 @@ class TokenizeArguments:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what follows `pith` (default: this process's arguments); return the exit code."""
     _follow_launcher()
-    match list(sys.argv[1:] if arguments is None else arguments):
-        case []:
-            print(USAGE, end="", file=sys.stderr)
-            return 2
-        case (
-            ["-h" | "--help"]
-            | ["pretrain" | "evaluate" | "convert" | "parity", "-h" | "--help"]
-            | ["convert", "export" | "import", "-h" | "--help"]
-        ):
-            print(USAGE, end="")
-            return 0
-        case ["--version"]:
-            print(version("pith-apps"))
-            return 0
-        case [verb, *rest]:
-            try:
-                return _run_verb(verb, rest)
-            except ValueError as error:
-                print(f"pith {verb}: {error}", file=sys.stderr)
-            except KeyboardInterrupt:
-                print(f"pith {verb}: interrupted", file=sys.stderr)
-                return 130
-    return 2
+    verb, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
+    if verb == "--version":
+        print(version("pith-apps"))
+        return 0
+    helped = ("", "pretrain", "evaluate", "convert", "convert export", "convert import", "parity")
+    *path, last = verb, *rest
+    if last in ("-h", "--help") and " ".join(path) in helped:
+        print(USAGE, end="")
+        return 0
+    if not verb:
+        print(USAGE, end="", file=sys.stderr)
+        return 2
+    try:
+        return _run_verb(verb, rest)
+    except ValueError as error:
+        print(f"pith {verb}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"pith {verb}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _launcher() -> int | None:
+    """The process id of the `launch` that started this worker, from the run id that it gave."""
+    found = re.fullmatch(r"pith-(\d+)", os.environ.get("TORCHELASTIC_RUN_ID", ""))
+    return int(found[1]) if found else None
 
 
 def _follow_launcher() -> None:
     """Let the kernel end this worker with its launcher (Linux)."""
-    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    launcher = _launcher()
     if launcher is None:
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher reports it
-    if sys.platform != "linux":
-        return
-    # PR_SET_PDEATHSIG is 1 in linux/prctl.h.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != int(launcher):
-        sys.exit(f"pith: launcher {launcher} is gone")
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG is 1 in linux/prctl.h.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != launcher:
+            sys.exit(f"pith: launcher {launcher} is gone")
 
 
 def _run_verb(verb: str, rest: list[str]) -> int:
@@ -121,8 +119,9 @@ def _run_verb(verb: str, rest: list[str]) -> int:
             return _import(options)
         case "convert", _:
             raise ValueError("say `pith convert export RECIPE` or `pith convert import RECIPE`")
-    hint = did_you_mean(verb, VERBS)
-    raise ValueError(f"there is no such verb: {hint}allowed are {', '.join(VERBS)}")
+    verbs = ("tokenize", "pretrain", "evaluate", "convert", "parity")
+    hint = did_you_mean(verb, verbs)
+    raise ValueError(f"there is no such verb: {hint}allowed are {', '.join(verbs)}")
 
 
 def _tokenize(rest: list[str]) -> int:
@@ -188,7 +187,7 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
 
     from pith_apps.arguments import RunArguments
     from pith_apps.checks import check_resume, check_run, required_checkpoint
-    from pith_apps.launch import find_machine, is_rank
+    from pith_apps.launch import find_machine, is_rank, launch
 
     config = _parse_recipe(verb, rest, RunArguments).config
     machine = find_machine(config.nproc or config.mesh.world_size, os.environ)
@@ -198,13 +197,13 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
     else:
         required_checkpoint(config)
     # A launcher holds the run folder for its ranks, which end with it.
-    is_first = LAUNCHER_VARIABLE not in os.environ and read_launch(os.environ).rank == 0
+    is_first = _launcher() is None and read_launch(os.environ).rank == 0
     is_writer = verb == "pretrain" and is_first
     with held_folder(config.run_folder) if is_writer else nullcontext():
         if is_writer and config.data.standard_library and not config.folders.held_out.exists():
             print("tokenising the standard library (once, about 20 s)", flush=True)
         if not is_rank(os.environ) and machine.world_size > 1:
-            return _launch(machine.world_size, [verb, *rest])
+            return launch(machine.world_size, [verb, *rest])
         if verb == "evaluate":
             from pith_apps.evaluate import evaluate
 
@@ -216,7 +215,7 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
 
 def _parity(rest: list[str]) -> int:
     """As `_run_in_ranks`, with the ranks of the largest mesh."""
-    from pith_apps.launch import find_machine, is_rank
+    from pith_apps.launch import find_machine, is_rank, launch
     from pith_apps.parity import ParityArguments, check_parity, parity_plan, parity_worker
     from pith_apps.trainer import joined_group
 
@@ -226,21 +225,10 @@ def _parity(rest: list[str]) -> int:
     machine = find_machine(config.nproc or least, os.environ)
     check_parity(config, meshes, arguments.dtype, machine, variations)
     if not is_rank(os.environ) and machine.world_size > 1:
-        return _launch(machine.world_size, ["parity", *rest])
+        return launch(machine.world_size, ["parity", *rest])
     with joined_group(config) as device:
         agrees = parity_worker(config, meshes, arguments.dtype, device, variations)
     return 0 if agrees else 1
-
-
-def _launch(num_processes: int, arguments: list[str]) -> int:
-    """`launch`, with this process named to the workers as their launcher."""
-    from pith_apps.launch import launch
-
-    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-    try:
-        return launch(num_processes, arguments)
-    finally:
-        del os.environ[LAUNCHER_VARIABLE]
 
 
 def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Arguments:
@@ -251,16 +239,16 @@ def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Argum
 
     if not rest or rest[0].startswith("-"):
         raise ValueError(
-            f"a recipe comes first, a built-in name or the path of a Python file, as in `pith "
-            f"{command} demo`"
+            "a recipe comes first, a built-in name or the path of a Python file, as in "
+            f"`pith {command} demo`"
         )
     recipe, *options = rest
     config = load_recipe(recipe)
-    for name in _option_names(options):
-        if name.startswith("--model.rope-scaling.") and config.model.rope_scaling is None:
-            raise ValueError(
-                f"{name}: recipe {recipe} has no YaRN; set model.rope_scaling in a file"
-            )
+    yarn = [n for n in _option_names(options) if n.startswith("--model.rope-scaling.")]
+    if yarn and config.model.rope_scaling is None:
+        raise ValueError(
+            f"{yarn[0]}: recipe {recipe} has no YaRN; set model.rope_scaling in a file"
+        )
     return tyro.cli(
         form,
         default=form(config=config),

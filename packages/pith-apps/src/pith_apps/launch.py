@@ -48,7 +48,7 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_processes,
-        run_id=f"pith-{os.getpid()}",
+        run_id=f"pith-{os.getpid()}",  # by which `cli.py` ties a worker to this process
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,

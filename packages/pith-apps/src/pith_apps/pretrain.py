@@ -7,14 +7,13 @@ A step (`_train_step`):
     3. a norm that is not finite ends the run before anything is updated
     4. clip, learning rate of the step, AdamW or Muon on this rank's shards, `bias` balancing
 
-The same command again resumes: data position and learning rate follow from the checkpoint's step,
-so the steps after it are those of an uninterrupted run.
+Data position and learning rate follow from a checkpoint's step, so a resumed run takes the steps of
+an uninterrupted one.
 
-The trap: evaluation and saving come after the update of their step, in this order, so a complete
-checkpoint of step N implies that everything about steps 1 to N is on record.
+The trap: a complete checkpoint of step N implies that everything about steps 1 to N is on record,
+so saving comes last in a step, after evaluation.
 """
 
-import os
 import time
 from pathlib import Path
 
@@ -38,7 +37,8 @@ from pith_engine.gradients import (
 from pith_engine.lr import learning_rate
 from pith_engine.muon import Muon
 from pith_engine.optim import AdamW, describe_groups
-from pith_engine.runtime import all_reduce, broadcast_object, read_launch
+from pith_engine.pipeline import StepLosses
+from pith_engine.runtime import all_reduce, broadcast_object
 from pith_models.build import canonical_tensors, skipped_keys
 from pith_models.hf import HuggingFaceTensors
 
@@ -48,78 +48,65 @@ from pith_apps.convert import export_checkpoint
 from pith_apps.corpus import Corpus, unigram_entropy
 from pith_apps.data import TrainingData
 from pith_apps.evaluate import held_out_loss
-from pith_apps.plan import Machine, describe_run, training_flops
+from pith_apps.plan import Machine, describe_run
 from pith_apps.report import plot_losses
 from pith_apps.run_log import RunLog, peak_memory_bytes, read_metrics, write_run_facts
-from pith_apps.trainer import Trainer, build_trainer, joined_mesh, step_gradients
+from pith_apps.trainer import Trainer, joined_trainer, step_gradients
 
 
 def pretrain(config: RunConfig, machine: Machine) -> int:
     """Train to the last step; every rank calls it, after `check_run`. Returns the exit code."""
-    with joined_mesh(config) as (mesh, device):
+    with joined_trainer(config) as trainer:
+        mesh = trainer.mesh
         corpus = Corpus.open(config.folders.training, config.model.vocab_size)
         plan = describe_run(config, machine, corpus.meta.num_tokens)
         if mesh.rank == 0:
-            write_run_facts(config.run_folder, config_record(config), mesh.world.size)
-            (config.run_folder / "plan.txt").write_text(plan + "\n")
-        trainer = build_trainer(config, mesh, device)
-        match config.optim.method:
-            case "adamw":
-                optimizer = AdamW(trainer.parameters, config.optim)
-            case "muon":
-                optimizer = Muon(trainer.parameters, config.optim)
-        assignment = describe_groups(optimizer.groups(), mesh)
-        resumed = _resume(config, trainer, optimizer)
-        start = _resumed_lines(config, resumed) if resumed else _start(config, trainer)
-        with RunLog(
-            config.run_folder,
-            rank=mesh.rank,
-            world_size=mesh.world.size,
-            device=device,
-            total_steps=config.train.steps,
-            flops_per_token=training_flops(config),
-            resumed_step=resumed.step if resumed else 0,
-            tokens_seen=resumed.run.get("tokens_seen", 0) if resumed else 0,
-            tensorboard=config.log.tensorboard,
-        ) as log:
-            log.say(f"{plan}\n{assignment}\n{start}")
-            _train(config, trainer, optimizer, corpus, log)
-    if read_launch(os.environ).rank == 0:
+            write_run_facts(config, machine.world_size, plan)
+        kind = Muon if config.optim.method == "muon" else AdamW
+        optimizer = kind(trainer.parameters, config.optim)
+        resumed = _resume(trainer, optimizer)
+        start = _resumed_lines(config, resumed) if resumed else _start(trainer)
+        with RunLog(config, mesh, trainer.device, resumed) as log:
+            log.say(f"{plan}\n{describe_groups(optimizer.groups(), mesh)}\n{start}")
+            _train(trainer, optimizer, corpus, log)
+    if mesh.rank == 0:
         _finish(config)
     return 0
 
 
-def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon) -> Manifest | None:
+def _resume(trainer: Trainer, optimizer: AdamW | Muon) -> Manifest | None:
     """Load the newest complete checkpoint that rank 0 sees, if any."""
-    mesh = trainer.mesh
-    found = find_checkpoint(config.checkpoint_folder) if mesh.rank == 0 else None
+    mesh, folder = trainer.mesh, trainer.config.checkpoint_folder
+    found = find_checkpoint(folder) if mesh.rank == 0 else None
     newest: Path | None = broadcast_object(found, mesh.world)
     if newest is None:
         return None
-    manifest = read_manifest(newest)
-    state = optimizer if manifest.has_optimizer else None
-    load_checkpoint(newest, trainer.parameters, state, mesh)
+    has_optimizer = read_manifest(newest).has_optimizer
+    manifest = load_checkpoint(
+        newest, trainer.parameters, optimizer if has_optimizer else None, mesh
+    )
     # Fewer than steps where some had no target.
     optimizer.num_steps = manifest.run.get("num_updates", optimizer.num_steps)
     trainer.pipeline.restore_counts(manifest.run.get("expert_counts", {}))
     return manifest
 
 
-def _start(config: RunConfig, trainer: Trainer) -> str:
+def _start(trainer: Trainer) -> str:
     """Load the weights of `start.from`, if given; return what step 1 starts from."""
+    config, parameters = trainer.config, trainer.parameters
     source = config.start.source
     if source is None:
         folder = config.checkpoint_folder
         return f"no complete checkpoint in {folder}: step 1 starts from initial weights"
     if not (source / "config.json").is_file():
-        manifest = load_checkpoint(source, trainer.parameters, None, trainer.mesh)
+        manifest = load_checkpoint(source, parameters, None, trainer.mesh)
         return f"step 1 starts from the weights of {source}, saved after step {manifest.step}"
-    layout, dtype = canonical_tensors(config.model), trainer.parameters[0].shard.dtype
+    layout, dtype = canonical_tensors(config.model), parameters[0].shard.dtype
     tensors = HuggingFaceTensors(source, layout, dtype, skipped_keys(config.model))
-    for parameter in trainer.parameters:
+    for parameter in parameters:
         for block in canonical_blocks(parameter, parameter.shard):
             block.tensor.copy_(tensors.block(block.name, block.offsets, block.tensor.shape))
-    raise_if_weights_not_finite(trainer.parameters, 0, trainer.mesh)
+    raise_if_weights_not_finite(parameters, 0, trainer.mesh)
     return f"step 1 starts from the weights of {source}; {tensors.account}"
 
 
@@ -128,8 +115,10 @@ def _resumed_lines(config: RunConfig, resumed: Manifest) -> str:
     if config.start.source is not None:
         lines.append(f"start.from {config.start.source} is not read: the checkpoint goes first")
     if not resumed.has_optimizer:
-        line = f"step {resumed.step + 1} starts from the weights in {folder}, without moments"
-        return "\n".join([*lines, line])
+        lines.append(
+            f"step {resumed.step + 1} starts from the weights in {folder}, without moments"
+        )
+        return "\n".join(lines)
     changed = changed_fields(resumed.run.get("config", {}), config_record(config))
     lines.append(f"resumed at step {resumed.step} of {steps} from {folder}")
     lines += [f"changed since that checkpoint: {change}" for change in changed]
@@ -140,9 +129,8 @@ def _resumed_lines(config: RunConfig, resumed: Manifest) -> str:
     return "\n".join(lines)
 
 
-def _train(
-    config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog
-) -> None:
+def _train(trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog) -> None:
+    config, steps = trainer.config, trainer.config.train.steps
     data = TrainingData(
         corpus.tokens,
         trainer.mesh,
@@ -150,26 +138,24 @@ def _train(
         vocab_size=config.model.vocab_size,
         device=trainer.device,
     )
+    top_k, num_experts = config.model.num_experts_per_tok, config.model.num_experts
     if log.step == 0:
-        _evaluate(config, trainer, log)
-    for step in range(log.step + 1, config.train.steps + 1):
-        _train_step(config, trainer, optimizer, data, step, log)
-        if _is_due(step, config.evaluation.interval, config.train.steps):
-            _evaluate(config, trainer, log)
-        if _is_due(step, config.checkpoint.interval, config.train.steps):
-            _save(config, trainer, optimizer, corpus, log)
+        _evaluate(trainer, log)
+    for step in range(log.step + 1, steps + 1):
+        losses = _train_step(trainer, optimizer, data, step, log)
+        if _is_due(step, config.evaluation.interval, steps):
+            if warning := load_warning(losses.max_load, top_k, num_experts):
+                log.say(warning)
+            _evaluate(trainer, log)
+        if _is_due(step, config.checkpoint.interval, steps):
+            _save(trainer, optimizer, corpus, log)
 
 
 def _train_step(
-    config: RunConfig,
-    trainer: Trainer,
-    optimizer: AdamW | Muon,
-    data: TrainingData,
-    step: int,
-    log: RunLog,
-) -> None:
+    trainer: Trainer, optimizer: AdamW | Muon, data: TrainingData, step: int, log: RunLog
+) -> StepLosses:
     """One optimizer update, or none when the global batch has no target."""
-    parameters, mesh, device = trainer.parameters, trainer.mesh, trainer.device
+    config, parameters, mesh = trainer.config, trainer.parameters, trainer.mesh
     batches = data.micro_batches(step)
     losses, norm = step_gradients(trainer, batches)
     rate = learning_rate(config.lr, step, config.train.steps)
@@ -185,19 +171,16 @@ def _train_step(
         if config.balance.method == "bias":
             counts = trainer.pipeline.expert_counts
             update_balance_biases(parameters, counts, config.balance.bias_rate)
+    device = trainer.device
     peak = torch.tensor(peak_memory_bytes(device), dtype=torch.int64, device=device)
     log.log_step(
         losses,
         learning_rate=rate,
         grad_norm=norm.item(),
-        num_tokens=config.train.batch * config.train.sequence_length,
         # Read last: its arrival from a GPU means that the optimizer's kernels are done.
         peak_memory=int(all_reduce(peak, mesh.world, op="max").item()),
     )
-    model = config.model
-    warning = load_warning(losses.max_load, model.num_experts_per_tok, model.num_experts)
-    if warning and _is_due(step, config.evaluation.interval, config.train.steps):
-        log.say(warning)
+    return losses
 
 
 def load_warning(max_load: float, top_k: int, num_experts: int) -> str:
@@ -213,17 +196,15 @@ def _is_due(step: int, interval: int, last: int) -> bool:
     return step == last or (interval > 0 and step % interval == 0)
 
 
-def _evaluate(config: RunConfig, trainer: Trainer, log: RunLog) -> None:
+def _evaluate(trainer: Trainer, log: RunLog) -> None:
     with log.elsewhere():
-        loss, num_targets = held_out_loss(trainer, config)
+        loss, num_targets = held_out_loss(trainer)
     log.log_held_out(loss, num_targets)
 
 
-def _save(
-    config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog
-) -> None:
+def _save(trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog) -> None:
     """Write the checkpoint of the latest step, delete those beyond `keep`."""
-    start = time.perf_counter()
+    start, config = time.perf_counter(), trainer.config
     raise_if_weights_not_finite(trainer.parameters, log.step, trainer.mesh)
     facts = {
         "config": config_record(config),
@@ -234,11 +215,10 @@ def _save(
         "expert_counts": trainer.pipeline.saved_counts(),
     }
     with log.elsewhere():
-        path = save_checkpoint(
-            config.checkpoint_folder, log.step, trainer.parameters, optimizer, facts, trainer.mesh
-        )
+        folder = config.checkpoint_folder
+        path = save_checkpoint(folder, log.step, trainer.parameters, optimizer, facts, trainer.mesh)
         if trainer.mesh.rank == 0:
-            prune_checkpoints(config.checkpoint_folder, config.checkpoint.keep)
+            prune_checkpoints(folder, config.checkpoint.keep)
     if trainer.mesh.rank == 0:
         size = sum(record.size for record in read_manifest(path).files.values())
         seconds = time.perf_counter() - start
@@ -246,7 +226,7 @@ def _save(
 
 
 def _finish(config: RunConfig) -> None:
-    """After the last step, on rank 0: draw the losses, export, say where everything is."""
+    """Draw the losses, export, say where everything is."""
     folder = config.run_folder
     held_out = Corpus.open(config.folders.held_out, config.model.vocab_size)
     plot_losses(folder, unigram_entropy=unigram_entropy(held_out.tokens))
@@ -258,8 +238,7 @@ def _finish(config: RunConfig) -> None:
         companions=config.tokenizer_folder,
         replace=True,
     )
-    records = read_metrics(folder)
-    losses = [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]
+    losses = [(r["step"], r["held_out_loss"]) for r in read_metrics(folder) if "held_out_loss" in r]
     if losses:  # the records of a finished run may have been cut
         (start, first), (end, last) = losses[0], losses[-1]
         print(

@@ -1,7 +1,6 @@
 """What a run leaves in its folder.
 
-    config.json          the configuration of the latest start
-    environment.json     versions, machine and command of the latest start
+    config.json, environment.json, plan.txt    of the latest start
     metrics.jsonl        one JSON object a line, written by rank 0
     log/rank_00000.log   what a rank said, with times; rank 0 also prints it
     tensorboard/         when asked for
@@ -10,8 +9,8 @@
 A line of `metrics.jsonl` has "loss" (a step) or "held_out_loss" (an evaluation after it). A resumed
 run first cuts off what it will write again.
 
-The trap: a GPU runs behind the host: a number given to `log_step` must be read after the launch of
-the optimizer's kernels, to show that the step is over.
+The trap: a GPU runs behind the host, so a number given to `log_step` must be read after the launch
+of the optimizer's kernels, to show that the step is over.
 """
 
 import json
@@ -21,22 +20,24 @@ import re
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch
+from pith_engine.checkpoint import Manifest
+from pith_engine.mesh import Mesh
 from pith_engine.pipeline import StepLosses
 from pith_ops.device import peak_flops
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from pith_apps.config import RunConfig, config_record
+from pith_apps.plan import training_flops
 
-GIB = 1 << 30
 ETA_STEPS = 20
 """Recent steps that the ETA follows from."""
 
@@ -90,70 +91,58 @@ class StepRecord:
         balance, loads = "n/a", "max-load n/a"
         if self.max_load is not None:
             balance = f"{self.balance_loss:.3f}"
-            loads = f"max-load {self.max_load:.2f}  dead {self.dead_experts}"
-            loads += f"  entropy {self.load_entropy:.3f}"
+            loads = (
+                f"max-load {self.max_load:.2f}  dead {self.dead_experts}  "
+                f"entropy {self.load_entropy:.3f}"
+            )
         mfu = "n/a (CPU)" if unit == "process" else "n/a (GPU of unknown peak)"
         if self.mfu is not None:
-            mfu = f"{100 * self.mfu:.1f}%"
-        parts = [
-            f"step {self.step:>{len(str(self.total_steps))}}/{self.total_steps}",
-            f"loss {self.loss:.4f}",
-            f"balance {balance}",
-            *([f"z {self.z_loss:.3f}"] if self.z_loss else []),
-            loads,
-            f"lr {self.learning_rate:.2e}",
-            f"grad norm {self.grad_norm:.3f}",
-            f"{self.tokens_per_second:,.0f} tok/s",
-            f"{self.tokens_per_second_per_rank:,.0f} tok/s/{unit}",
-            f"MFU {mfu}",
-            f"mem {self.peak_memory / GIB:.2f} GiB",
-            f"{self.step_seconds:.3f} s",
-            f"ETA {format_seconds(self.eta_seconds)}",
-        ]
-        if self.num_skipped_steps:
-            parts.append(f"skipped {self.num_skipped_steps}")
-        return "  ".join(parts)
+            mfu = f"{self.mfu:.1%}"
+        z_loss = f"  z {self.z_loss:.3f}" if self.z_loss else ""
+        skipped = f"  skipped {self.num_skipped_steps}" if self.num_skipped_steps else ""
+        return (
+            f"step {self.step:>{len(str(self.total_steps))}}/{self.total_steps}  "
+            f"loss {self.loss:.4f}  balance {balance}{z_loss}  {loads}  "
+            f"lr {self.learning_rate:.2e}  grad norm {self.grad_norm:.3f}  "
+            f"{self.tokens_per_second:,.0f} tok/s  "
+            f"{self.tokens_per_second_per_rank:,.0f} tok/s/{unit}  MFU {mfu}  "
+            f"mem {self.peak_memory / (1 << 30):.2f} GiB  {self.step_seconds:.3f} s  "
+            f"ETA {format_seconds(self.eta_seconds)}{skipped}"
+        )
 
 
 class RunLog:
     """A rank's log, for a `with`; rank 0 also prints and writes the metrics."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        total_steps: int,
-        flops_per_token: float,
-        resumed_step: int = 0,
-        tokens_seen: int = 0,
-        tensorboard: bool = False,
+        self, config: RunConfig, mesh: Mesh, device: torch.device, resumed: Manifest | None
     ):
         """Open the files; the first step starts now. ValueError if the folder cannot be written.
 
-        `flops_per_token`: forward and backward; `tokens_seen`: targets until `resumed_step`, which
-        is 0 for a new run: old records all go.
+        Records after the step of `resumed`, without it all, go.
         """
-        self.rank, self.world_size, self.device = rank, world_size, device
-        self.total_steps, self.step, self.tokens_seen = total_steps, resumed_step, tokens_seen
-        self.flops_per_token = flops_per_token
+        self.config, self.mesh, self.device, folder = config, mesh, device, config.run_folder
+        self.flops_per_token = training_flops(config)
+        self.step = resumed.step if resumed else 0
+        self.tokens_seen: int = resumed.run.get("tokens_seen", 0) if resumed else 0
         self.num_skipped_steps = 0
         self.metrics: TextIO | None = None
-        last_kept = resumed_step or -1  # a start from step 0 evaluates again
+        self.writer = None
+        last_kept = self.step or -1  # a start from step 0 evaluates again
         try:
             (folder / "log").mkdir(parents=True, exist_ok=True)
-            self.text = (folder / "log" / f"rank_{rank:05}.log").open("a", buffering=1)
-            if rank == 0:
+            self.text = (folder / "log" / f"rank_{mesh.rank:05}.log").open("a", buffering=1)
+            if mesh.rank == 0:
                 for record in _truncate_metrics(folder, last_kept):
                     self.num_skipped_steps = record.get("num_skipped_steps", self.num_skipped_steps)
                 self.metrics = (folder / "metrics.jsonl").open("a", buffering=1)
         except OSError as error:
             raise ValueError(f"run folder {folder} cannot be written: {error}") from None
-        has_writer = rank == 0 and tensorboard
-        self.writer = _open_tensorboard(folder, last_kept + 1) if has_writer else None
-        self._recent: list[float] = []
+        if mesh.rank == 0 and config.log.tensorboard:  # `checks.py` asked whether it is there
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=last_kept + 1)
+        self._recent = deque[float](maxlen=ETA_STEPS)
         self._elsewhere, self._last_end = 0.0, time.perf_counter()
 
     def __enter__(self) -> "RunLog":
@@ -168,33 +157,28 @@ class RunLog:
         """Write lines to the log; rank 0 prints them too."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self.text.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
-        if self.rank == 0:
+        if self.mesh.rank == 0:
             print(text, flush=True)
 
     def log_step(
-        self,
-        losses: StepLosses,
-        *,
-        learning_rate: float,
-        grad_norm: float,
-        num_tokens: int,
-        peak_memory: int,
+        self, losses: StepLosses, *, learning_rate: float, grad_norm: float, peak_memory: int
     ) -> None:
-        """End a step of `num_tokens` over all ranks."""
-        now = time.perf_counter()
+        """End a step."""
+        now, train = time.perf_counter(), self.config.train
         seconds, self._last_end = now - self._last_end, now
         elsewhere, self._elsewhere = self._elsewhere, 0.0
         self.step += 1
         self.tokens_seen += losses.num_targets
         self.num_skipped_steps += losses.num_targets == 0
-        self._recent = [*self._recent, seconds][-ETA_STEPS:]
+        self._recent.append(seconds)
         if self.metrics is None:
             return
-        rate, peak = num_tokens / (seconds - elsewhere), peak_flops(self.device)
+        rate = train.batch * train.sequence_length / (seconds - elsewhere)
+        peak, num_ranks = peak_flops(self.device), self.mesh.world.size
         has_experts = losses.max_load > 0
         record = StepRecord(
             step=self.step,
-            total_steps=self.total_steps,
+            total_steps=train.steps,
             loss=losses.loss,
             balance_loss=losses.balance if has_experts else None,
             z_loss=losses.z_loss,
@@ -205,12 +189,12 @@ class RunLog:
             grad_norm=grad_norm,
             tokens_seen=self.tokens_seen,
             tokens_per_second=rate,
-            tokens_per_second_per_rank=rate / self.world_size,
-            mfu=rate * self.flops_per_token / (peak * self.world_size) if peak else None,
+            tokens_per_second_per_rank=rate / num_ranks,
+            mfu=rate * self.flops_per_token / (peak * num_ranks) if peak else None,
             peak_memory=peak_memory,
             step_seconds=seconds,
             seconds_elsewhere=elsewhere,
-            eta_seconds=(self.total_steps - self.step) * sum(self._recent) / len(self._recent),
+            eta_seconds=(train.steps - self.step) * sum(self._recent) / len(self._recent),
             num_skipped_steps=self.num_skipped_steps,
         )
         self._record(asdict(record))
@@ -218,10 +202,10 @@ class RunLog:
 
     def log_held_out(self, loss: float, num_targets: int) -> None:
         """Record the held-out loss after this step, in nats a token."""
-        if self.metrics is None:
-            return
-        self._record({"step": self.step, "held_out_loss": loss, "held_out_targets": num_targets})
-        self.say(f"held-out loss {loss:.4f} after step {self.step} ({num_targets:,} tokens)")
+        if self.mesh.rank == 0:
+            record = {"step": self.step, "held_out_loss": loss, "held_out_targets": num_targets}
+            self._record(record)
+            self.say(f"held-out loss {loss:.4f} after step {self.step} ({num_targets:,} tokens)")
 
     @contextmanager
     def elsewhere(self) -> Generator[None]:
@@ -233,13 +217,14 @@ class RunLog:
     def _record(self, record: dict[str, Any]) -> None:
         assert self.metrics is not None, "rank 0 records"
         self.metrics.write(json.dumps(record) + "\n")
-        for name, value in record.items():
-            if self.writer is not None and isinstance(value, float):
-                self.writer.add_scalar(name, value, self.step)
+        if self.writer is not None:
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self.writer.add_scalar(name, value, self.step)
 
 
-def write_run_facts(folder: Path, config: dict[str, object], world_size: int) -> None:
-    """Write both JSON files, without environment variables (maybe credentials)."""
+def write_run_facts(config: RunConfig, world_size: int, plan: str) -> None:
+    """Write the plan and both JSON files, without environment variables (maybe credentials)."""
     names = ("pith-apps", "numpy", "tokenizers", "safetensors", "triton")
     versions = {found.name: found.version for found in distributions() if found.name in names}
     environment = {
@@ -253,9 +238,11 @@ def write_run_facts(folder: Path, config: dict[str, object], world_size: int) ->
         "world_size": world_size,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+    folder = config.run_folder
     folder.mkdir(parents=True, exist_ok=True)
-    for name, record in (("config.json", config), ("environment.json", environment)):
-        (folder / name).write_text(json.dumps(record, indent=2) + "\n")
+    (folder / "plan.txt").write_text(plan + "\n")
+    for name, record in (("config", config_record(config)), ("environment", environment)):
+        (folder / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -288,9 +275,3 @@ def _truncate_metrics(folder: Path, last_step: int) -> list[dict[str, Any]]:
     temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
     temporary.replace(folder / "metrics.jsonl")
     return kept
-
-
-def _open_tensorboard(folder: Path, purge_step: int) -> "SummaryWriter":
-    from torch.utils.tensorboard import SummaryWriter  # `checks.py` asked whether it is there
-
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)

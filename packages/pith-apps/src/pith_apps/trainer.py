@@ -41,10 +41,12 @@ from pith_apps.corpus import Corpus, prepare_standard_library
 from pith_apps.plan import chosen_attention, chosen_layers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Trainer:
     """One rank's share of a model."""
 
+    config: RunConfig
+    """The run."""
     mesh: Mesh
     """The ranks."""
     device: torch.device
@@ -73,7 +75,7 @@ def joined_group(config: RunConfig) -> Generator[torch.device]:
 
 
 @contextmanager
-def joined_mesh(config: RunConfig) -> Generator[tuple[Mesh, torch.device]]:
+def joined_trainer(config: RunConfig) -> Generator[Trainer]:
     """Be one rank of the run's mesh for the body, with the data in place."""
     with joined_group(config) as device:
         mesh = Mesh.create(config.mesh, timedelta(seconds=config.timeout))
@@ -86,7 +88,7 @@ def joined_mesh(config: RunConfig) -> Generator[tuple[Mesh, torch.device]]:
                     prepare_standard_library(config.folders.training.parent)
                 barrier(mesh.world)
         check_same_corpora(config, mesh)
-        yield mesh, device
+        yield build_trainer(config, mesh, device)
 
 
 def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Trainer:
@@ -105,7 +107,7 @@ def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Traine
         balance=config.balance,
         recompute=config.train.recompute,
     )
-    return Trainer(mesh=mesh, device=device, units=units, parameters=parameters, pipeline=pipeline)
+    return Trainer(config, mesh, device, units, parameters, pipeline)
 
 
 def check_same_corpora(config: RunConfig, mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""`deepseek-v2-lite`, `deepseek-v3` and their tiny forms.
+"""`deepseek-v2-lite`, `deepseek-v3`.
 
 Sizes and RoPE: `config.json` of deepseek-ai/DeepSeek-V2-Lite (15.7 B parameters, 2.4 B active
 without the embedding) and deepseek-ai/DeepSeek-V3 (671 B, 37 B active; without multi-token
@@ -14,7 +14,7 @@ from pith_models.deepseek import DeepseekConfig
 from pith_ops.rope import Yarn
 
 from pith_apps.config import EvaluationConfig, RunConfig
-from pith_apps.recipes.released import large_run, tiny_form, tiny_sizes
+from pith_apps.recipes.released import large_run
 
 _V2_LITE = DeepseekConfig(
     vocab_size=102400,
@@ -70,11 +70,6 @@ def deepseek_v2_lite() -> RunConfig:
     return large_run("deepseek-v2-lite", _V2_LITE, mesh, batch=4608, peak=4.2e-4, warmup_steps=2000)
 
 
-def deepseek_v2_lite_tiny() -> RunConfig:
-    """Trains on a CPU in seconds."""
-    return tiny_form(deepseek_v2_lite(), replace(tiny_sizes(_V2_LITE), num_attention_heads=4))
-
-
 def deepseek_v3() -> RunConfig:
     """Released sizes on 2048 GPUs."""
     run = large_run(
@@ -92,9 +87,3 @@ def deepseek_v3() -> RunConfig:
         balance=BalanceConfig(method="bias", bias_rate=1e-3),
         evaluation=EvaluationConfig(interval=1000, sequences=4096),
     )
-
-
-def deepseek_v3_tiny() -> RunConfig:
-    """Three of the four experts that a token's two groups hold."""
-    model = replace(tiny_sizes(_V3), num_attention_heads=4, num_experts_per_tok=3)
-    return tiny_form(deepseek_v3(), model)

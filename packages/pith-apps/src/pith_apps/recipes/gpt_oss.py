@@ -1,4 +1,4 @@
-"""`gpt-oss-20b`, `gpt-oss-120b` and their tiny forms.
+"""`gpt-oss-20b`, `gpt-oss-120b`.
 
 Sizes and RoPE: `config.json` of openai/gpt-oss-20b (20.9 B parameters, 3.6 B active without the
 embedding) and openai/gpt-oss-120b (116.8 B, 5.1 B active) on Hugging Face. Batch and learning rate
@@ -12,7 +12,7 @@ from pith_models.gpt_oss import GptOssConfig
 from pith_ops.rope import Yarn
 
 from pith_apps.config import RunConfig
-from pith_apps.recipes.released import large_run, tiny_form, tiny_sizes
+from pith_apps.recipes.released import large_run
 
 _20B = GptOssConfig(
     vocab_size=201088,
@@ -28,7 +28,6 @@ _20B = GptOssConfig(
     rope_scaling=Yarn(factor=32.0, original_max_position_embeddings=4096, truncate=False),
 )
 _120B = replace(_20B, num_hidden_layers=36, num_experts=128)
-_TINY = replace(tiny_sizes(_20B), intermediate_size=64, max_position_embeddings=512)
 
 
 def gpt_oss_20b() -> RunConfig:
@@ -36,16 +35,6 @@ def gpt_oss_20b() -> RunConfig:
     return large_run("gpt-oss-20b", _20B, MeshConfig(ep=8))
 
 
-def gpt_oss_20b_tiny() -> RunConfig:
-    """Its sequences still pass the window."""
-    return tiny_form(gpt_oss_20b(), _TINY)
-
-
 def gpt_oss_120b() -> RunConfig:
     """Released sizes on 32 GPUs."""
     return large_run("gpt-oss-120b", _120B, MeshConfig(pp=4, ep=8))
-
-
-def gpt_oss_120b_tiny() -> RunConfig:
-    """The tiny form of `gpt-oss-20b` with more experts."""
-    return tiny_form(gpt_oss_120b(), replace(_TINY, num_experts=32, num_experts_per_tok=4))

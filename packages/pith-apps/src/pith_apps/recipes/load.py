@@ -13,48 +13,25 @@ from typing import get_type_hints
 from pith_engine.violations import did_you_mean, raise_violations, type_violations
 
 from pith_apps.config import RunConfig
-from pith_apps.recipes.deepseek import (
-    deepseek_v2_lite,
-    deepseek_v2_lite_tiny,
-    deepseek_v3,
-    deepseek_v3_tiny,
-)
+from pith_apps.recipes.deepseek import deepseek_v2_lite, deepseek_v3
 from pith_apps.recipes.demo import demo
-from pith_apps.recipes.gpt_oss import (
-    gpt_oss_20b,
-    gpt_oss_20b_tiny,
-    gpt_oss_120b,
-    gpt_oss_120b_tiny,
-)
-from pith_apps.recipes.qwen3 import (
-    qwen3_8b,
-    qwen3_8b_tiny,
-    qwen3_30b_a3b,
-    qwen3_30b_a3b_tiny,
-    qwen3_235b_a22b,
-    qwen3_235b_a22b_tiny,
-)
+from pith_apps.recipes.gpt_oss import gpt_oss_20b, gpt_oss_120b
+from pith_apps.recipes.qwen3 import qwen3_8b, qwen3_30b_a3b, qwen3_235b_a22b
+from pith_apps.recipes.released import tiny_form
 
 
 def built_in_recipes() -> list[RunConfig]:
     """Each model and its tiny form, beside the demo."""
-    return [
-        demo(),
+    released = (
         qwen3_8b(),
-        qwen3_8b_tiny(),
         qwen3_30b_a3b(),
-        qwen3_30b_a3b_tiny(),
         qwen3_235b_a22b(),
-        qwen3_235b_a22b_tiny(),
         deepseek_v2_lite(),
-        deepseek_v2_lite_tiny(),
         deepseek_v3(),
-        deepseek_v3_tiny(),
         gpt_oss_20b(),
-        gpt_oss_20b_tiny(),
         gpt_oss_120b(),
-        gpt_oss_120b_tiny(),
-    ]
+    )
+    return [demo(), *(recipe for full in released for recipe in (full, tiny_form(full)))]
 
 
 def load_recipe(name: str) -> RunConfig:

@@ -1,4 +1,4 @@
-"""`qwen3-8b`, which is dense, `qwen3-30b-a3b`, `qwen3-235b-a22b` and their tiny forms.
+"""`qwen3-8b`, which is dense, `qwen3-30b-a3b`, `qwen3-235b-a22b`.
 
 Sizes: `config.json` of Qwen/Qwen3-8B-Base (8.2 B parameters), Qwen/Qwen3-30B-A3B-Base (30.5 B,
 3.3 B active) and Qwen/Qwen3-235B-A22B (235 B, 22 B active) on Hugging Face. On each of 8, 8 and 64
@@ -12,7 +12,7 @@ from pith_models.qwen3_dense import Qwen3Config
 from pith_models.qwen3_moe import Qwen3MoeConfig
 
 from pith_apps.config import RunConfig
-from pith_apps.recipes.released import large_run, tiny_form, tiny_sizes
+from pith_apps.recipes.released import large_run
 
 _8B = Qwen3Config(
     vocab_size=151936,
@@ -53,20 +53,9 @@ def qwen3_8b() -> RunConfig:
     return large_run("qwen3-8b", _8B, MeshConfig(dp=8))
 
 
-def qwen3_8b_tiny() -> RunConfig:
-    """Four query heads to a key head as in the large one."""
-    return tiny_form(qwen3_8b(), tiny_sizes(_8B))
-
-
 def qwen3_30b_a3b() -> RunConfig:
     """Released sizes on eight GPUs."""
     return large_run("qwen3-30b-a3b", _30B, MeshConfig(ep=8))
-
-
-def qwen3_30b_a3b_tiny() -> RunConfig:
-    """Trains on a CPU in seconds."""
-    model = replace(tiny_sizes(_30B), num_attention_heads=4, head_dim=32)
-    return tiny_form(qwen3_30b_a3b(), model)
 
 
 def qwen3_235b_a22b() -> RunConfig:
@@ -75,17 +64,3 @@ def qwen3_235b_a22b() -> RunConfig:
     return large_run(
         "qwen3-235b-a22b", _235B, mesh, batch=1024, peak=2e-4, warmup_steps=500, held_out=1024
     )
-
-
-def qwen3_235b_a22b_tiny() -> RunConfig:
-    """16 query heads to a key head and a wide MLP as in the large one."""
-    model = replace(
-        tiny_sizes(_235B),
-        num_attention_heads=16,
-        num_key_value_heads=1,
-        head_dim=8,
-        moe_intermediate_size=24,
-        num_experts=16,
-        num_experts_per_tok=4,
-    )
-    return tiny_form(qwen3_235b_a22b(), model)

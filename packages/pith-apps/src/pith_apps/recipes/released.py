@@ -1,15 +1,13 @@
 """What the recipes of released models share: the large run, and how its tiny form is cut."""
 
 from dataclasses import asdict, replace
-from typing import TypeVar
+from typing import Any
 
 from pith_engine.lr import LearningRateConfig
 from pith_engine.mesh import MeshConfig
 from pith_models.build import ModelConfig
 
 from pith_apps.config import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig, TrainConfig
-
-Model = TypeVar("Model", bound=ModelConfig)
 
 TINY_SIZES = {
     "vocab_size": 4096,
@@ -28,13 +26,13 @@ TINY_SIZES = {
     "first_k_dense_replace": 1,
     "num_experts": 8,
     "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 3,
     "n_group": 4,
     "topk_group": 2,
     "sliding_window": 8,
     "max_position_embeddings": 128,
 }
-"""What `tiny_sizes` cuts larger values to, of the fields that a family has."""
+"""What `tiny_form` cuts larger sizes to."""
 
 
 def large_run(
@@ -63,22 +61,19 @@ def large_run(
     )
 
 
-def tiny_sizes(model: Model) -> Model:
-    """The same structure at sizes that train on a CPU in seconds; 64 tokens still pass YaRN's
-    original length.
+def tiny_form(full: RunConfig) -> RunConfig:
+    """The same structure at sizes that train on a CPU in seconds, by two processes.
+
+    The sequences still pass a window and YaRN's original length.
     """
+    model, yarn = full.model, full.model.rope_scaling
     sizes = asdict(model)
-    cut = {name: size for name, size in TINY_SIZES.items() if (sizes.get(name) or 0) > size}
-    yarn = model.rope_scaling and replace(model.rope_scaling, original_max_position_embeddings=16)
-    return replace(model, **cut, rope_scaling=yarn)
-
-
-def tiny_form(full: RunConfig, model: ModelConfig) -> RunConfig:
-    """Four steps of `model` on two processes, which share the experts where there are any."""
+    cut: dict[str, Any] = {n: size for n, size in TINY_SIZES.items() if (sizes.get(n) or 0) > size}
+    cut["rope_scaling"] = yarn and replace(yarn, original_max_position_embeddings=16)
     return replace(
         full,
         name=f"{full.name}-tiny",
-        model=model,
+        model=replace(model, **cut),
         mesh=MeshConfig(ep=2) if model.num_experts else MeshConfig(dp=2),
         data=DataConfig(standard_library=True),
         train=replace(full.train, steps=4, batch=8, sequence_length=64, dtype="fp32", device="cpu"),
