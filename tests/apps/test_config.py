@@ -18,8 +18,7 @@ from pith_apps.config import (
 )
 from pith_apps.corpus import tokenize_files, train_tokenizer
 from pith_apps.plan import Machine, describe_run
-from pith_apps.recipes.qwen3 import qwen3_30b_a3b
-from pith_apps.recipes.released import tiny_form
+from pith_apps.recipes.released import qwen3_30b_a3b, tiny_form
 from pith_apps.trainer import build_trainer
 from pith_engine.balance import BalanceConfig
 from pith_engine.fsdp import ShardingConfig

@@ -9,9 +9,8 @@ import torch
 from mesh_round_trip import load_and_save, loss_on
 from pith_apps.convert import export_checkpoint, import_checkpoint
 from pith_apps.parity import VARIATIONS, parity_sequences, parity_worker, parse_parity_mesh, vary
-from pith_apps.recipes.deepseek import deepseek_v2_lite, deepseek_v3
 from pith_apps.recipes.load import load_recipe
-from pith_apps.recipes.released import tiny_form
+from pith_apps.recipes.released import deepseek_v2_lite, deepseek_v3, tiny_form
 from pith_apps.trainer import build_trainer, step_gradients
 from pith_engine.balance import update_balance_biases
 from pith_engine.checkpoint import find_checkpoint, save_checkpoint

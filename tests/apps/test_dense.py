@@ -17,8 +17,7 @@ from pith_apps.corpus import tokenize_files, train_tokenizer
 from pith_apps.parity import FULL_GRID, PARITY_MESHES, parse_parity_mesh, vary, without_experts
 from pith_apps.plan import Machine, describe_run
 from pith_apps.recipes.load import load_recipe
-from pith_apps.recipes.qwen3 import qwen3_8b, qwen3_30b_a3b
-from pith_apps.recipes.released import tiny_form
+from pith_apps.recipes.released import qwen3_8b, qwen3_30b_a3b, tiny_form
 from pith_apps.run_log import read_metrics
 from pith_engine.balance import BalanceConfig
 from pith_engine.fsdp import ShardingConfig
@@ -34,8 +33,7 @@ RECIPE = """
 from dataclasses import replace
 from pathlib import Path
 from pith_apps.config import DataConfig, RunConfig
-from pith_apps.recipes.qwen3 import qwen3_8b
-from pith_apps.recipes.released import tiny_form
+from pith_apps.recipes.released import qwen3_8b, tiny_form
 from pith_ops.rope import Yarn
 
 def dense() -> RunConfig:

@@ -12,8 +12,7 @@ from pith_apps.checks import required_checkpoint
 from pith_apps.config import DataConfig, EvaluationConfig, RunConfig
 from pith_apps.corpus import tokenize_files, train_tokenizer
 from pith_apps.evaluate import held_out_loss
-from pith_apps.recipes.qwen3 import qwen3_30b_a3b
-from pith_apps.recipes.released import tiny_form
+from pith_apps.recipes.released import qwen3_30b_a3b, tiny_form
 from pith_apps.trainer import build_trainer, check_same_corpora
 from pith_engine.contract import Batch
 from pith_engine.mesh import Mesh, MeshConfig

@@ -18,8 +18,7 @@ from pith_apps.checks import violations
 from pith_apps.convert import export_checkpoint, import_checkpoint
 from pith_apps.parity import parity_worker, parse_parity_mesh, vary
 from pith_apps.plan import Machine
-from pith_apps.recipes.gpt_oss import gpt_oss_20b, gpt_oss_120b
-from pith_apps.recipes.released import tiny_form
+from pith_apps.recipes.released import gpt_oss_20b, gpt_oss_120b, tiny_form
 from pith_engine.balance import BalanceConfig
 from pith_engine.checkpoint import find_checkpoint
 from pith_engine.context_parallel import context_attention

@@ -25,8 +25,7 @@ RECIPE = """
 import os, time
 from pathlib import Path
 from pith_apps.config import RunConfig
-from pith_apps.recipes.qwen3 import qwen3_30b_a3b
-from pith_apps.recipes.released import tiny_form
+from pith_apps.recipes.released import qwen3_30b_a3b, tiny_form
 
 def waiting() -> RunConfig:
     rank = os.environ.get("RANK")

@@ -39,8 +39,7 @@ RECIPE = """
 from dataclasses import replace
 from pathlib import Path
 from pith_apps.config import RunConfig
-from pith_apps.recipes.qwen3 import qwen3_30b_a3b
-from pith_apps.recipes.released import tiny_form
+from pith_apps.recipes.released import qwen3_30b_a3b, tiny_form
 from pith_engine.balance import BalanceConfig
 from pith_engine.mesh import MeshConfig
 from pith_models.build import model_config_from_hf

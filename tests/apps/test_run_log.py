@@ -48,10 +48,10 @@ def open_log(
     *,
     tensorboard: bool = False,
     resumed_step: int = 0,
-    tokens_seen: int = 0,
+    facts: dict | None = None,
 ) -> RunLog:
     """The log of a rank of four."""
-    facts = {"tokens_seen": tokens_seen}
+    facts = facts or {}
     resumed = Manifest(step=resumed_step, has_optimizer=True, files={}, run=facts, versions={})
     mesh = Mesh.plan(MeshConfig(ep=4), rank)
     return RunLog(config_of(folder, tensorboard), mesh, CPU, resumed if resumed_step else None)
@@ -149,7 +149,7 @@ def test_resume_appends_without_repeating_steps(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')  # a kill in the middle of a line
     assert read_metrics(tmp_path) == before
-    with open_log(tmp_path, resumed_step=3, tokens_seen=20) as log:
+    with open_log(tmp_path, resumed_step=3, facts={"tokens_seen": 20, "num_updates": 2}) as log:
         log_step(log, loss=40.0, num_targets=10)
     records = read_metrics(tmp_path)
     assert [record["step"] for record in records] == [0, 1, 2, 3, 3, 4]

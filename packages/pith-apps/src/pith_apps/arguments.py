@@ -1,15 +1,13 @@
-"""What a command takes after its verb: a recipe's `RunConfig`, whose fields need no prefix, and the
-options of its own.
-"""
+"""What a command takes after its verb: fields of a recipe's `RunConfig`, options of its own."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tyro import MISSING
 from tyro.conf import arg
 
-from pith_apps.config import RunConfig
+from pith_apps.config import Dtype, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +24,7 @@ class ExportArguments(RunArguments):
 
     output: Path | None = None
     """The new folder (default: RUN_FOLDER/export, which is replaced)."""
-    dtype: Literal["bf16", "fp32", "fp64"] | None = None
+    dtype: Dtype | None = None
     """Of the written weights (default: the run's compute dtype)."""
 
 

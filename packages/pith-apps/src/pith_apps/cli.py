@@ -31,15 +31,15 @@ usage: pith VERB ...
   pith tokenize --inputs FILES --tokenizer FOLDER --output FOLDER
                              text files to a corpus folder
   pith pretrain RECIPE       train, or resume: the same command again
-  pith evaluate RECIPE       held-out loss of the newest checkpoint of a run
-  pith convert export RECIPE newest checkpoint of a run to a Hugging Face folder
+  pith evaluate RECIPE       held-out loss of a run's newest checkpoint
+  pith convert export RECIPE that checkpoint to a Hugging Face folder
   pith convert import RECIPE --source FOLDER
                              a Hugging Face folder to a checkpoint that the run starts from
   pith parity RECIPE         loss and gradients of many meshes against one process
 
 RECIPE is demo, a model such as qwen3-8b (a wrong name lists all), its tiny form (qwen3-8b-tiny) or
 the path of a Python file with one function that returns a RunConfig. `pith VERB RECIPE --help`
-lists the options: `--train.steps 4` sets the field `steps` of the recipe's `train`.
+lists the options: `--train.steps 4` sets the field `steps` of its `train`.
 """
 
 
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _launcher() -> int | None:
-    """The process id of the `launch` that started this worker, from the run id that it gave."""
+    """The process id of the `launch` that started this worker, from its run id."""
     found = re.fullmatch(r"pith-(\d+)", os.environ.get("TORCHELASTIC_RUN_ID", ""))
     return int(found[1]) if found else None
 
@@ -148,20 +148,12 @@ def _tokenize(rest: list[str]) -> int:
 
 def _export(rest: list[str]) -> int:
     from pith_apps.arguments import ExportArguments
-    from pith_apps.checks import check_values, required_checkpoint
-    from pith_apps.config import torch_dtype
-    from pith_apps.convert import export_checkpoint
+    from pith_apps.checks import check_values
+    from pith_apps.convert import export_newest
 
     arguments = _parse_recipe("convert export", rest, ExportArguments)
-    check_values(config := arguments.config)
-    export_checkpoint(
-        required_checkpoint(config),
-        arguments.output or config.export_folder,
-        config.model,
-        dtype=torch_dtype(arguments.dtype or config.train.dtype),
-        companions=config.tokenizer_folder,
-        replace=arguments.output is None,
-    )
+    check_values(arguments.config)
+    export_newest(arguments.config, arguments.output, arguments.dtype)
     return 0
 
 
@@ -246,9 +238,7 @@ def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Argum
     config = load_recipe(recipe)
     yarn = [n for n in _option_names(options) if n.startswith("--model.rope-scaling.")]
     if yarn and config.model.rope_scaling is None:
-        raise ValueError(
-            f"{yarn[0]}: recipe {recipe} has no YaRN; set model.rope_scaling in a file"
-        )
+        raise ValueError(f"{yarn[0]}: recipe {recipe} has no YaRN; set it in a file")
     return tyro.cli(
         form,
         default=form(config=config),
@@ -259,7 +249,7 @@ def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Argum
 
 
 def _option_names(options: list[str]) -> list[str]:
-    """The options by name, `--no-x` as `--x`; refuses one given twice, else the first is lost."""
+    """The options by name, `--no-x` as `--x`; refuses one given twice."""
     spelled = [option.split("=")[0].replace("_", "-") for option in options if option[:2] == "--"]
     names = [re.sub(r"(^--|\.)no-", r"\1", name) for name in spelled]
     twice = sorted({name for name in names if names.count(name) > 1})

@@ -1,7 +1,6 @@
 """One run as one frozen dataclass tree.
 
-A recipe returns a `RunConfig`; the command line overrides its fields (`--train.steps 4`). A field's
-docstring is its `--help` text: an option is one field, here alone.
+A field's docstring is its `--help` text: an option is one field, here alone.
 
 How a step is cut into micro-batches, with B = `train.batch`, b = `train.micro_batch`, R = dp * ep:
 
@@ -10,11 +9,10 @@ How a step is cut into micro-batches, with B = `train.batch`, b = `train.micro_b
 The trap: a dataclass that checks itself reports one error alone; `checks.py` reports all.
 """
 
-import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
@@ -26,14 +24,16 @@ from pith_engine.optim import OptimizerConfig
 from pith_engine.overlap import Recompute
 from pith_models.build import ModelConfig
 
+Dtype = Literal["bf16", "fp32", "fp64"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which tokens a run reads."""
 
     standard_library: bool = False
-    """Use this Python's standard library, tokenised at first use into RUNS_FOLDER/standard-library,
-    instead of the three folders below."""
+    """Use this Python's standard library, tokenised once into RUNS_FOLDER/standard-library, instead
+    of the three folders below."""
     training: Path | None = None
     """Corpus folder to train on, written by `pith tokenize`."""
     held_out: Path | None = None
@@ -47,8 +47,7 @@ class StartConfig:
     """What a run without own checkpoint starts from."""
 
     source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Hugging Face folder or checkpoint of the first weights, with a new optimizer and schedule
-    (default: initial weights)."""
+    """Hugging Face folder or checkpoint of the first weights (default: initial weights)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,21 +55,21 @@ class TrainConfig:
     """Steps, their size and numbers."""
 
     steps: int
-    """Optimizer updates of the whole run, those before a resume included."""
+    """Optimizer updates of the whole run."""
     batch: int
-    """Sequences a step over all ranks together."""
+    """Sequences of a step, over all ranks."""
     micro_batch: int = 1
     """Sequences of one forward on one rank."""
     sequence_length: int
     """Tokens of a sequence."""
     seed: int = 0
     """Seed of initial weights and data order."""
-    dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
+    dtype: Dtype = "bf16"
     """Compute dtype; master weights, gradients and moments are fp32 (fp64 with `fp64`)."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Where the ranks compute: `cpu` (gloo) or `cuda` (NCCL, one GPU a rank)."""
     attention: Literal["auto", "reference", "flash", "cudnn"] = "auto"
-    """Attention backend; `auto` is the fastest for this device and dtype, and is printed."""
+    """Attention backend; `auto` is the fastest here, and is printed."""
     recompute: Recompute = "none"
     """Stages that run again before backward: same gradients, less memory, more computing."""
     max_grad_norm: float = 1.0
@@ -94,7 +93,7 @@ class CheckpointConfig:
     interval: int = 100
     """Steps between checkpoints; 0: after the last step only."""
     keep: int = 2
-    """Newest complete checkpoints that stay, at least 1; others are deleted."""
+    """Newest complete checkpoints that stay, at least 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +113,9 @@ class RunConfig:
     runs_folder: Path = Path("runs")
     """Holds run folders."""
     nproc: int | None = None
-    """Processes to start here (default: the mesh's ranks), unless torchrun or srun did."""
+    """Processes to start here (default: the mesh's ranks), without torchrun or srun."""
     timeout: float = 600.0
-    """Seconds after which a collective fails that a rank waits for."""
+    """Seconds until a collective fails that a rank waits for."""
     model: ModelConfig
     """The architecture, under Hugging Face's field names."""
     mesh: MeshConfig
@@ -161,7 +160,7 @@ class RunConfig:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The tokenizer of an export, which needs no corpus; ValueError if there is none."""
+        """An export's tokenizer, which needs no corpus; ValueError if there is none."""
         return self.data.tokenizer or self.folders.tokenizer
 
     @property
@@ -170,12 +169,12 @@ class RunConfig:
         data, root = self.data, self.runs_folder / "standard-library"
         if data.standard_library:
             return _DataFolders(root / "training", root / "held_out", root / "tokenizer")
-        if not (data.training and data.held_out and data.tokenizer):
-            raise ValueError(
-                "data.training, data.held_out and data.tokenizer: give all three folders, or "
-                "--data.standard-library for a corpus that needs none"
-            )
-        return _DataFolders(data.training, data.held_out, data.tokenizer)
+        if data.training and data.held_out and data.tokenizer:
+            return _DataFolders(data.training, data.held_out, data.tokenizer)
+        raise ValueError(
+            "data.training, data.held_out and data.tokenizer: give all three folders, or "
+            "--data.standard-library for a corpus that needs none"
+        )
 
     @property
     def num_micro_batches(self) -> int:
@@ -183,24 +182,23 @@ class RunConfig:
         return self.train.batch // self.train.micro_batch
 
 
-@dataclass(frozen=True)
-class _DataFolders:
+class _DataFolders(NamedTuple):
     training: Path
     held_out: Path
     tokenizer: Path
 
 
-def torch_dtype(name: Literal["bf16", "fp32", "fp64"]) -> torch.dtype:
+def torch_dtype(name: Dtype) -> torch.dtype:
     """The torch dtype that `train.dtype` names."""
     return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[name]
 
 
 def config_record(config: RunConfig) -> dict[str, Any]:
     """The tree as JSON values, for `config.json` and manifests."""
-    record = {**dataclasses.asdict(config), "model": model_record(config.model)}
+    record = {**asdict(config), "model": model_record(config.model)}
     return json.loads(json.dumps(record, default=str))
 
 
 def model_record(model: ModelConfig) -> dict[str, Any]:
     """A model's fields, and its family under `model_type`."""
-    return {"model_type": model.to_hf()["model_type"], **dataclasses.asdict(model)}
+    return {"model_type": model.to_hf()["model_type"], **asdict(model)}

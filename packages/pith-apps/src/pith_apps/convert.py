@@ -27,13 +27,13 @@ from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
 
-from pith_apps.checks import hf_model_changes
-from pith_apps.config import model_record
+from pith_apps.checks import hf_model_changes, required_checkpoint
+from pith_apps.config import Dtype, RunConfig, model_record, torch_dtype
 from pith_apps.corpus import named_eos_token, open_tokenizer, raise_if_too_large, tokenizer_hash
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """A checkpoint's model by canonical name, each tensor read, and counted, when asked for."""
+    """A checkpoint's model by canonical name, a tensor read, and counted, when asked for."""
 
     def __init__(self, path: Path, bar: tqdm):
         self._path, self._names, self._bar = path, tensor_names(path), bar
@@ -59,17 +59,16 @@ def export_checkpoint(
     companions: Path,
     replace: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint, saved on any mesh, as the Hugging Face folder `out`.
+    """Write a checkpoint's weights, saved on any mesh, as the Hugging Face folder `out`.
 
-    Companion files and fields come from `companions`, a tokenizer or Hugging Face folder. A
+    Other files and fields are those of `companions`, a tokenizer or Hugging Face folder. A
     ValueError for damage, another model or tokenizer, or an `out` that exists without `replace`.
     """
     manifest, digest = verify_checkpoint(checkpoint, Mesh.single()), tokenizer_hash(companions)
     if manifest.run.get("tokenizer", digest) != digest:
         raise ValueError(f"tokenizer {companions} is not the one of the run: name that")
     raise_if_too_large(companions, config.vocab_size)
-    layout = canonical_tensors(config)
-    total = parameter_counts(config).total
+    layout, total = canonical_tensors(config), parameter_counts(config).total
     with _progress("export", total) as bar:
         export_tensors(
             CheckpointTensors(checkpoint, bar),
@@ -84,8 +83,20 @@ def export_checkpoint(
     print(f"exported {checkpoint} to {out}: {len(layout)} tensors, {size:,.1f} MB, {dtype}")
 
 
+def export_newest(config: RunConfig, out: Path | None = None, dtype: Dtype | None = None) -> None:
+    """Export a run's newest checkpoint, by default to its export folder, anew, in its dtype."""
+    export_checkpoint(
+        required_checkpoint(config),
+        out or config.export_folder,
+        config.model,
+        dtype=torch_dtype(dtype or config.train.dtype),
+        companions=config.tokenizer_folder,
+        replace=out is None,
+    )
+
+
 def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> Path:
-    """Write a Hugging Face folder as a run's checkpoint of step 0, and return its path.
+    """Write a Hugging Face folder as a run's checkpoint of step 0; its path.
 
     A ValueError for another model than `config`, a larger tokenizer, or a run with a checkpoint.
     """
@@ -128,8 +139,7 @@ def _read_and_count(tensors: Mapping[str, Tensor], name: str, bar: tqdm) -> Tens
 
 def _companion_fields(folder: Path) -> dict[str, object]:
     if (folder / "config.json").is_file():
-        fields = read_hf_config(folder)
-        return {name: fields[name] for name in _COMPANION_FIELDS if name in fields}
+        return {n: value for n, value in read_hf_config(folder).items() if n in _COMPANION_FIELDS}
     if named_eos_token(folder) is not None:
         return {"eos_token_id": open_tokenizer(folder)[1]}
     return {}

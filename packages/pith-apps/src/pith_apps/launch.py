@@ -4,8 +4,8 @@
     torchrun -m pith_apps.cli pretrain demo     the command is one rank
     srun pith pretrain demo                     likewise, in a step of several tasks
 
-The trap: workers of the elastic launcher have sessions of their own, so killed it would leave them
-writing; `cli.py` ties a worker to its launcher before anything else.
+The trap: workers of the elastic launcher have sessions of their own, so if it is killed they write
+on; `cli.py` ties a worker to its launcher first of all.
 """
 
 import os
@@ -25,15 +25,14 @@ def is_rank(environment: Mapping[str, str]) -> bool:
 
 def find_machine(num_processes: int, environment: Mapping[str, str]) -> Machine:
     """This process's group, or the `num_processes` that it would launch here."""
-    found = read_launch(environment)
-    world_size = processes_here = num_processes
+    found, sizes = read_launch(environment), (num_processes, num_processes)
     if is_rank(environment):
-        world_size, processes_here = found.world_size, found.ranks_per_node
-    return Machine(world_size=world_size, processes_here=processes_here, num_gpus=local_gpus(found))
+        sizes = found.world_size, found.ranks_per_node
+    return Machine(world_size=sizes[0], processes_here=sizes[1], num_gpus=local_gpus(found))
 
 
 def launch(num_processes: int, arguments: Sequence[str]) -> int:
-    """Run `pith ARGUMENTS` as `num_processes` ranks on this machine; return the exit code.
+    """Run `pith ARGUMENTS` as ranks on this machine; return the exit code.
 
     A failing rank, or an interrupt (Ctrl-C, SIGTERM), ends all and is named.
     """
@@ -41,7 +40,7 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # Ranks share the cores; each would start a thread a core.
+    # Else each rank would start a thread a core.
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     launch_config = LaunchConfig(
@@ -58,11 +57,8 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
         elastic_launch(launch_config, sys.executable)("-m", "pith_apps.cli", *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        print(
-            f"pith: rank {rank} was the first to end, with exit code {failure.exitcode}; the "
-            "others were stopped",
-            file=sys.stderr,
-        )
+        text = f"rank {rank} was the first to end, with exit code {failure.exitcode}"
+        print(f"pith: {text}; the others were stopped", file=sys.stderr)
         return 1
     except (SignalException, KeyboardInterrupt) as error:
         # torch's handler raises even while Python exits: a traceback at a second Ctrl-C.

@@ -1,6 +1,6 @@
-"""What is known about a run before it computes anything: printed at its start and kept in plan.txt.
+"""What is known about a run before it computes anything: printed at its start, kept in plan.txt.
 
-Every figure comes from the code that the run itself uses; choices never change silently.
+Every figure comes from the code that the run itself uses.
 """
 
 from dataclasses import dataclass
@@ -56,14 +56,12 @@ def training_flops(config: RunConfig) -> float:
 
 def describe_run(config: RunConfig, machine: Machine, num_tokens: int) -> str:
     """The plan of a run on a training corpus of `num_tokens`."""
-    train, mesh = config.train, config.mesh
+    train, mesh, rates = config.train, config.mesh, config.lr
     counts = parameter_counts(config.model)
     flops = forward_flops(config.model, train.sequence_length)
     costs = chunk_costs(chosen_layers(config), flops.layers, flops.head)
     tokens = train.batch * train.sequence_length
     nodes = ceil(machine.world_size / machine.processes_here)
-    epochs = train.steps * tokens / num_tokens
-    rates = config.lr
     balance = config.balance.method if config.model.num_experts else "none: no experts"
     unreached = "" if reaches_peak(rates, train.steps) else ", which this short run never reaches"
     return f"""\
@@ -77,7 +75,8 @@ parameters: {counts.total:,} in all, {counts.active:,} active for a token; \
 {training_flops(config):.3g} FLOPs a token
 step: {train.batch} sequences of {train.sequence_length} = {tokens:,} tokens, in \
 {config.num_micro_batches // mesh.num_batch_ranks} micro-batches of {train.micro_batch} a rank
-run: {train.steps} steps, {train.steps * tokens:,} tokens, {epochs:.2f} epochs of the corpus
+run: {train.steps} steps, {train.steps * tokens:,} tokens, \
+{train.steps * tokens / num_tokens:.2f} epochs of the corpus
 learning rate: {rates.schedule}, warmup of {rates.warmup_steps} steps to {rates.peak:g}{unreached}
 chosen: device {train.device}, dtype {train.dtype}, attention {chosen_attention(config).value} \
 (asked: {train.attention}), balance {balance}, recompute {train.recompute}"""
@@ -85,9 +84,8 @@ chosen: device {train.device}, dtype {train.dtype}, attention {chosen_attention(
 
 def _sharding(config: RunConfig) -> str:
     mesh, parts = Mesh.plan(config.mesh, 0), []
-    kinds = (("dense", False), ("experts", True))
-    for kind, is_expert in kinds if config.model.num_experts else kinds[:1]:
-        shards, replicas = shard_axes(mesh, config.sharding, is_expert=is_expert)
+    for kind in ("dense", "experts") if config.model.num_experts else ("dense",):
+        shards, replicas = shard_axes(mesh, config.sharding, is_expert=kind == "experts")
         parts.append(f"{kind} in {shards.size} shard(s) over {shards.name}")
         if replicas.size > 1:
             parts[-1] += f", {replicas.size} replicas over {replicas.name}"

@@ -42,9 +42,9 @@ from pith_engine.runtime import all_reduce, broadcast_object
 from pith_models.build import canonical_tensors, skipped_keys
 from pith_models.hf import HuggingFaceTensors
 
-from pith_apps.checks import changed_fields, required_checkpoint
-from pith_apps.config import RunConfig, config_record, torch_dtype
-from pith_apps.convert import export_checkpoint
+from pith_apps.checks import changed_fields
+from pith_apps.config import RunConfig, config_record
+from pith_apps.convert import export_newest
 from pith_apps.corpus import Corpus, unigram_entropy
 from pith_apps.data import TrainingData
 from pith_apps.evaluate import held_out_loss
@@ -76,15 +76,13 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
 
 def _resume(trainer: Trainer, optimizer: AdamW | Muon) -> Manifest | None:
     """Load the newest complete checkpoint that rank 0 sees, if any."""
-    mesh, folder = trainer.mesh, trainer.config.checkpoint_folder
-    found = find_checkpoint(folder) if mesh.rank == 0 else None
+    mesh = trainer.mesh
+    found = find_checkpoint(trainer.config.checkpoint_folder) if mesh.rank == 0 else None
     newest: Path | None = broadcast_object(found, mesh.world)
     if newest is None:
         return None
-    has_optimizer = read_manifest(newest).has_optimizer
-    manifest = load_checkpoint(
-        newest, trainer.parameters, optimizer if has_optimizer else None, mesh
-    )
+    state = optimizer if read_manifest(newest).has_optimizer else None
+    manifest = load_checkpoint(newest, trainer.parameters, state, mesh)
     # Fewer than steps where some had no target.
     optimizer.num_steps = manifest.run.get("num_updates", optimizer.num_steps)
     trainer.pipeline.restore_counts(manifest.run.get("expert_counts", {}))
@@ -115,10 +113,8 @@ def _resumed_lines(config: RunConfig, resumed: Manifest) -> str:
     if config.start.source is not None:
         lines.append(f"start.from {config.start.source} is not read: the checkpoint goes first")
     if not resumed.has_optimizer:
-        lines.append(
-            f"step {resumed.step + 1} starts from the weights in {folder}, without moments"
-        )
-        return "\n".join(lines)
+        start = f"step {resumed.step + 1} starts from the weights in {folder}"
+        return "\n".join([*lines, f"{start}, without moments"])
     changed = changed_fields(resumed.run.get("config", {}), config_record(config))
     lines.append(f"resumed at step {resumed.step} of {steps} from {folder}")
     lines += [f"changed since that checkpoint: {change}" for change in changed]
@@ -230,14 +226,7 @@ def _finish(config: RunConfig) -> None:
     folder = config.run_folder
     held_out = Corpus.open(config.folders.held_out, config.model.vocab_size)
     plot_losses(folder, unigram_entropy=unigram_entropy(held_out.tokens))
-    export_checkpoint(
-        required_checkpoint(config),
-        config.export_folder,
-        config.model,
-        dtype=torch_dtype(config.train.dtype),
-        companions=config.tokenizer_folder,
-        replace=True,
-    )
+    export_newest(config)
     losses = [(r["step"], r["held_out_loss"]) for r in read_metrics(folder) if "held_out_loss" in r]
     if losses:  # the records of a finished run may have been cut
         (start, first), (end, last) = losses[0], losses[-1]
@@ -245,10 +234,5 @@ def _finish(config: RunConfig) -> None:
             f"held-out loss {first:.4f} after step {start}, {last:.4f} after step {end}: "
             f"{last / first:.1%} of its first value"
         )
-    print(
-        f"metrics     {folder / 'metrics.jsonl'}\n"
-        f"losses      {folder / 'loss.png'}\n"
-        f"checkpoints {config.checkpoint_folder}\n"
-        f"export      {config.export_folder} (Hugging Face)",
-        flush=True,
-    )
+    names = ("metrics.jsonl", "loss.png", "checkpoints", "export")
+    print(*(folder / name for name in names), sep="\n", flush=True)

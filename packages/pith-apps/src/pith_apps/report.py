@@ -1,6 +1,6 @@
 """The picture of a run: `loss.png` from `metrics.jsonl`, drawn without a display.
 
-A model below the line of the entropy of single tokens uses context.
+A model below the entropy of single tokens uses context.
 """
 
 from pathlib import Path
@@ -18,9 +18,10 @@ def plot_losses(folder: Path, *, unigram_entropy: float) -> Path:
     records = read_metrics(folder)
     if not records:
         raise ValueError(f"{folder}: metrics.jsonl holds no record yet")
-    names = ("loss", "held_out_loss")
-    curves = [[(r["step"], r[name]) for r in records if name in r] for name in names]
-    training, held_out = (numpy.array(curve) for curve in curves)
+    training, held_out = (
+        numpy.array([(r["step"], r[name]) for r in records if name in r])
+        for name in ("loss", "held_out_loss")
+    )
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)

@@ -53,7 +53,7 @@ class StepRecord:
     loss: float
     """Mean over all targets, in nats."""
     balance_loss: float | None
-    """Without coefficient; 1 is even, 0 a method without one."""
+    """Without coefficient; 1 is even, 0 off."""
     z_loss: float
     """Without coefficient; 0 when off."""
     max_load: float | None
@@ -71,7 +71,7 @@ class StepRecord:
     tokens_per_second: float
     """Over all ranks, without the seconds elsewhere."""
     tokens_per_second_per_rank: float
-    """Or per GPU."""
+    """Or GPU."""
     mfu: float | None
     """Model FLOP/s over the peak of all GPUs, if known."""
     peak_memory: int
@@ -117,15 +117,15 @@ class RunLog:
     def __init__(
         self, config: RunConfig, mesh: Mesh, device: torch.device, resumed: Manifest | None
     ):
-        """Open the files; the first step starts now. ValueError if the folder cannot be written.
+        """Open the files, cut off records after `resumed`; the first step starts now.
 
-        Records after the step of `resumed`, without it all, go.
+        ValueError if the folder cannot be written.
         """
         self.config, self.mesh, self.device, folder = config, mesh, device, config.run_folder
         self.flops_per_token = training_flops(config)
-        self.step = resumed.step if resumed else 0
-        self.tokens_seen: int = resumed.run.get("tokens_seen", 0) if resumed else 0
-        self.num_skipped_steps = 0
+        self.step, facts = (resumed.step, resumed.run) if resumed else (0, {})
+        self.tokens_seen: int = facts.get("tokens_seen", 0)
+        self.num_skipped_steps: int = self.step - facts.get("num_updates", self.step)
         self.metrics: TextIO | None = None
         self.writer = None
         last_kept = self.step or -1  # a start from step 0 evaluates again
@@ -133,8 +133,7 @@ class RunLog:
             (folder / "log").mkdir(parents=True, exist_ok=True)
             self.text = (folder / "log" / f"rank_{mesh.rank:05}.log").open("a", buffering=1)
             if mesh.rank == 0:
-                for record in _truncate_metrics(folder, last_kept):
-                    self.num_skipped_steps = record.get("num_skipped_steps", self.num_skipped_steps)
+                _truncate_metrics(folder, last_kept)
                 self.metrics = (folder / "metrics.jsonl").open("a", buffering=1)
         except OSError as error:
             raise ValueError(f"run folder {folder} cannot be written: {error}") from None
@@ -209,7 +208,7 @@ class RunLog:
 
     @contextmanager
     def elsewhere(self) -> Generator[None]:
-        """Time inside counts as `seconds_elsewhere` of the step that ends next."""
+        """Its time counts as `seconds_elsewhere` of the step that ends next."""
         start = time.perf_counter()
         yield
         self._elsewhere += time.perf_counter() - start
@@ -224,7 +223,7 @@ class RunLog:
 
 
 def write_run_facts(config: RunConfig, world_size: int, plan: str) -> None:
-    """Write the plan and both JSON files, without environment variables (maybe credentials)."""
+    """Write what a start leaves, without environment variables (maybe credentials)."""
     names = ("pith-apps", "numpy", "tokenizers", "safetensors", "triton")
     versions = {found.name: found.version for found in distributions() if found.name in names}
     environment = {
@@ -268,10 +267,9 @@ def format_seconds(seconds: float) -> str:
     return re.sub(" days?, ", "d ", str(timedelta(seconds=round(seconds))))
 
 
-def _truncate_metrics(folder: Path, last_step: int) -> list[dict[str, Any]]:
-    """Drop the records after `last_step` at once; return the others."""
+def _truncate_metrics(folder: Path, last_step: int) -> None:
+    """Drop the records after `last_step` at once."""
     kept = [record for record in read_metrics(folder) if record["step"] <= last_step]
     temporary = folder / "metrics.jsonl.tmp"
     temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
     temporary.replace(folder / "metrics.jsonl")
-    return kept

@@ -83,8 +83,8 @@ def joined_trainer(config: RunConfig) -> Generator[Trainer]:
         connect_mesh(mesh, device)
         if config.data.standard_library:
             # A second look finds nothing to do where nodes share a file system.
-            for is_first in (mesh.rank == 0, read_launch(os.environ).local_rank == 0):
-                if is_first:
+            for rank in (mesh.rank, read_launch(os.environ).local_rank):
+                if rank == 0:
                     prepare_standard_library(config.folders.training.parent)
                 barrier(mesh.world)
         check_same_corpora(config, mesh)
@@ -112,12 +112,10 @@ def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Traine
 
 def check_same_corpora(config: RunConfig, mesh: Mesh) -> None:
     """Refuse nodes that read different data, by rank; every rank of the mesh calls it."""
-    folders = config.folders
-    for folder in (folders.training, folders.held_out):
+    for folder in (config.folders.training, config.folders.held_out):
         digest = Corpus.open(folder, config.model.vocab_size).meta.sha256
         digests = gather_objects(digest, mesh.world)
-        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        if others:
+        if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
             raise ValueError(
                 f"{folder} on ranks {others} is another corpus than on rank 0; copy that one"
             )
@@ -126,7 +124,7 @@ def check_same_corpora(config: RunConfig, mesh: Mesh) -> None:
 def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> tuple[StepLosses, Tensor]:
     """Put a step's gradients into every parameter's `grad`, from this rank's micro-batches.
 
-    Returns losses and gradient norm (float64, before clipping), the same on every rank.
+    Losses and gradient norm (float64, before clipping) are the same on every rank.
     """
     num_targets = count_targets(batches, trainer.mesh)
     trainer.gather()

@@ -1,1 +1,1 @@
-"""Recipes: a file for each family, and `load.py`, which finds them."""
+"""Recipes, and `load.py`, which finds them."""

@@ -13,11 +13,17 @@ from typing import get_type_hints
 from pith_engine.violations import did_you_mean, raise_violations, type_violations
 
 from pith_apps.config import RunConfig
-from pith_apps.recipes.deepseek import deepseek_v2_lite, deepseek_v3
 from pith_apps.recipes.demo import demo
-from pith_apps.recipes.gpt_oss import gpt_oss_20b, gpt_oss_120b
-from pith_apps.recipes.qwen3 import qwen3_8b, qwen3_30b_a3b, qwen3_235b_a22b
-from pith_apps.recipes.released import tiny_form
+from pith_apps.recipes.released import (
+    deepseek_v2_lite,
+    deepseek_v3,
+    gpt_oss_20b,
+    gpt_oss_120b,
+    qwen3_8b,
+    qwen3_30b_a3b,
+    qwen3_235b_a22b,
+    tiny_form,
+)
 
 
 def built_in_recipes() -> list[RunConfig]:
@@ -46,7 +52,7 @@ def load_recipe(name: str) -> RunConfig:
         return built_in[name]
     raise ValueError(
         f"recipe is {name!r}: {did_you_mean(name, built_in)}allowed are {', '.join(built_in)} or "
-        f"the path of a Python file (ending in .py) with one function that returns a RunConfig"
+        "the path of a Python file (.py) with one function that returns a RunConfig"
     )
 
 
@@ -71,13 +77,13 @@ def _recipe_of_file(path: Path) -> RunConfig:
             lines = lines or [error.lineno]
         place = f"{path}:{lines[-1]}" if lines else path
         raise ValueError(f"recipe {place}: {type(error).__name__}: {error}") from error
+    names = ", ".join(recipe.__name__ for recipe in recipes) or "none"
     if len(recipes) != 1:
-        names = ", ".join(recipe.__name__ for recipe in recipes) or "none"
         raise ValueError(
-            f"recipe {str(path)!r} must hold exactly one public function annotated "
-            f"`-> RunConfig`; found: {names}"
+            f"recipe {path} must hold exactly one public function with `-> RunConfig`; "
+            f"found: {names}"
         )
     if not isinstance(config, RunConfig):
-        raise ValueError(f"recipe {path}: {recipes[0].__name__} returns {config!r}, no RunConfig")
+        raise ValueError(f"recipe {path}: {names} returns {config!r}, no RunConfig")
     raise_violations(type_violations(asdict(config), RunConfig, ""), f"recipe {path}")
     return config
