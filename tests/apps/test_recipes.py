@@ -8,7 +8,8 @@ from pith_apps.checks import violations
 from pith_apps.config import DataConfig
 from pith_apps.plan import Machine
 from pith_apps.recipes.demo import demo, demo_mesh, demo_model
-from pith_apps.recipes.load import built_in_recipes, load_recipe
+from pith_apps.recipes.load import load_recipe
+from pith_apps.recipes.released import built_in_recipes
 from pith_engine.mesh import Mesh, MeshConfig
 from pith_models.build import build_chunks, parameter_counts
 from pith_ops.attention import AttentionBackend

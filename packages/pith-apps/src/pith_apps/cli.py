@@ -231,8 +231,7 @@ def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Argum
 
     if not rest or rest[0].startswith("-"):
         raise ValueError(
-            "a recipe comes first, a built-in name or the path of a Python file, as in "
-            f"`pith {command} demo`"
+            f"a recipe comes first, a name or the path of a .py file, as in `pith {command} demo`"
         )
     recipe, *options = rest
     config = load_recipe(recipe)

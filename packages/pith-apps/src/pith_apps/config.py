@@ -44,7 +44,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StartConfig:
-    """What a run without own checkpoint starts from."""
+    """What a run without a checkpoint starts from."""
 
     source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Hugging Face folder or checkpoint of the first weights (default: initial weights)."""
@@ -67,7 +67,7 @@ class TrainConfig:
     dtype: Dtype = "bf16"
     """Compute dtype; master weights, gradients and moments are fp32 (fp64 with `fp64`)."""
     device: Literal["cpu", "cuda"] = "cuda"
-    """Where the ranks compute: `cpu` (gloo) or `cuda` (NCCL, one GPU a rank)."""
+    """`cpu` (gloo) or `cuda` (NCCL, one GPU a rank)."""
     attention: Literal["auto", "reference", "flash", "cudnn"] = "auto"
     """Attention backend; `auto` is the fastest here, and is printed."""
     recompute: Recompute = "none"
@@ -81,14 +81,14 @@ class EvaluationConfig:
     """Held-out loss."""
 
     interval: int = 100
-    """Steps between evaluations; 0: before the first and after the last step only."""
+    """Steps between evaluations; 0: only before the first and after the last step."""
     sequences: int = 64
     """Held-out sequences, always the same, spread over the corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Saving; the run folder's newest complete checkpoint is always resumed."""
+    """Saving; the newest complete checkpoint is always resumed."""
 
     interval: int = 100
     """Steps between checkpoints; 0: after the last step only."""
@@ -101,7 +101,7 @@ class LogConfig:
     """Beside the step lines and `metrics.jsonl`."""
 
     tensorboard: bool = False
-    """Also write TensorBoard events (needs the `tensorboard` extra)."""
+    """Write TensorBoard events (needs the `tensorboard` extra)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ def chosen_layers(config: RunConfig) -> tuple[int, ...]:
 
 
 def chosen_attention(config: RunConfig) -> AttentionBackend:
-    """The attention backend; a ValueError if it cannot serve this device, dtype or head dim."""
+    """The backend; a ValueError if it cannot serve this device, dtype or head dim."""
     return choose_attention_backend(
         config.train.attention,
         torch.device(config.train.device),

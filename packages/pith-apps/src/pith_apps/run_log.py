@@ -133,8 +133,10 @@ class RunLog:
             (folder / "log").mkdir(parents=True, exist_ok=True)
             self.text = (folder / "log" / f"rank_{mesh.rank:05}.log").open("a", buffering=1)
             if mesh.rank == 0:
-                _truncate_metrics(folder, last_kept)
-                self.metrics = (folder / "metrics.jsonl").open("a", buffering=1)
+                kept = [record for record in read_metrics(folder) if record["step"] <= last_kept]
+                temporary = folder / "metrics.jsonl.tmp"
+                temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+                self.metrics = temporary.replace(folder / "metrics.jsonl").open("a", buffering=1)
         except OSError as error:
             raise ValueError(f"run folder {folder} cannot be written: {error}") from None
         if mesh.rank == 0 and config.log.tensorboard:  # `checks.py` asked whether it is there
@@ -265,11 +267,3 @@ def peak_memory_bytes(device: torch.device) -> int:
 def format_seconds(seconds: float) -> str:
     """`1:02:03`, after days if any."""
     return re.sub(" days?, ", "d ", str(timedelta(seconds=round(seconds))))
-
-
-def _truncate_metrics(folder: Path, last_step: int) -> None:
-    """Drop the records after `last_step` at once."""
-    kept = [record for record in read_metrics(folder) if record["step"] <= last_step]
-    temporary = folder / "metrics.jsonl.tmp"
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    temporary.replace(folder / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""Recipes: Python functions that return a `RunConfig`, built in or in a file of the user's.
+"""Find a recipe: a Python function that returns a `RunConfig`, built in or in a file of the user's.
 
 A file holds one public function `def ...() -> RunConfig`, usually `dataclasses.replace` of another.
 """
@@ -13,31 +13,7 @@ from typing import get_type_hints
 from pith_engine.violations import did_you_mean, raise_violations, type_violations
 
 from pith_apps.config import RunConfig
-from pith_apps.recipes.demo import demo
-from pith_apps.recipes.released import (
-    deepseek_v2_lite,
-    deepseek_v3,
-    gpt_oss_20b,
-    gpt_oss_120b,
-    qwen3_8b,
-    qwen3_30b_a3b,
-    qwen3_235b_a22b,
-    tiny_form,
-)
-
-
-def built_in_recipes() -> list[RunConfig]:
-    """Each model and its tiny form, beside the demo."""
-    released = (
-        qwen3_8b(),
-        qwen3_30b_a3b(),
-        qwen3_235b_a22b(),
-        deepseek_v2_lite(),
-        deepseek_v3(),
-        gpt_oss_20b(),
-        gpt_oss_120b(),
-    )
-    return [demo(), *(recipe for full in released for recipe in (full, tiny_form(full)))]
+from pith_apps.recipes.released import built_in_recipes
 
 
 def load_recipe(name: str) -> RunConfig:

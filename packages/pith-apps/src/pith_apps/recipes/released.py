@@ -30,6 +30,7 @@ from pith_models.qwen3_moe import Qwen3MoeConfig
 from pith_ops.rope import Yarn
 
 from pith_apps.config import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig, TrainConfig
+from pith_apps.recipes.demo import demo
 
 _8B = Qwen3Config(
     vocab_size=151936,
@@ -142,6 +143,20 @@ _TINY_SIZES = {
     "max_position_embeddings": 128,
 }
 """What `tiny_form` cuts larger sizes to."""
+
+
+def built_in_recipes() -> list[RunConfig]:
+    """Each model and its tiny form, beside the demo."""
+    released = (
+        qwen3_8b(),
+        qwen3_30b_a3b(),
+        qwen3_235b_a22b(),
+        deepseek_v2_lite(),
+        deepseek_v3(),
+        gpt_oss_20b(),
+        gpt_oss_120b(),
+    )
+    return [demo(), *(recipe for full in released for recipe in (full, tiny_form(full)))]
 
 
 def qwen3_8b() -> RunConfig:
