@@ -23,17 +23,17 @@ def test_every_operator_of_the_package_is_measured():
 def test_all_pass_their_gates_beside_a_competitor(dtype):
     rows = run_benchmarks(list(Operator), CPU, dtype)
     for operator in Operator:
-        names = [row.implementation for row in rows if row.operator == operator.value]
+        names = [row["implementation"] for row in rows if row["operator"] == operator]
         assert any(name.startswith("pith_ops") for name in names)
         assert any(name.startswith("torch") for name in names)
     for row in rows:
-        assert row.passed, row
-        assert row.forward_ms > 0 and row.forward_rate > 0
-        assert (row.total_ms is None) == (row.operator == "dispatch")
+        assert row["passed"], row
+        assert row["forward_ms"] > 0 and row["forward_rate"] > 0
+        assert ("total_ms" not in row) == (row["operator"] == "dispatch")
 
 
 def square_gate(x):
-    return Gate(Operator.SWIGLU, lambda x: x * x, (x,), "GB/s", 1.0, 3.0)
+    return Gate(Operator.SWIGLU, lambda x: x * x, (x,), 1.0, 3.0)
 
 
 class WrongGradient(torch.autograd.Function):
@@ -59,7 +59,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong_is_not_timed(what):
     gate = square_gate(torch.randn(6, requires_grad=True))
-    assert gate.measure("right", lambda x: x**2).total_ms > 0
+    assert gate.measure("right", lambda x: x**2)["total_ms"] > 0
     calls = []
 
     def run(x):
@@ -67,17 +67,17 @@ def test_what_is_wrong_is_not_timed(what):
         return WRONG[what](x)
 
     row = gate.measure("wrong", run)
-    assert not row.passed and len(calls) == 1
-    assert row.forward_ms is row.forward_rate is row.total_ms is row.total_rate is None
+    assert not row["passed"] and len(calls) == 1
+    assert not {"forward_ms", "forward_rate", "total_ms", "total_rate"} & row.keys()
     (line,) = bench_table([row]).splitlines()[1:]
-    assert "GATE FAILED" in line and " ms" not in line and "GB/s" not in line
+    assert "GATE FAILED" in line and " ms" not in line and "TB/s" not in line
 
 
 def test_an_unequal_integer_fails_and_needs_no_tolerance():
     ids = torch.arange(5)
-    gate = Gate(Operator.DISPATCH, lambda ids: ids + 1, (ids,), "GB/s", 1.0)
-    assert gate.measure("right", lambda ids: ids + 1).error == 0
-    assert gate.measure("wrong", lambda ids: ids + (ids == 3)).error == math.inf
+    gate = Gate(Operator.DISPATCH, lambda ids: ids + 1, (ids,), 1.0)
+    assert gate.measure("right", lambda ids: ids + 1)["error"] == 0
+    assert gate.measure("wrong", lambda ids: ids + (ids == 3))["error"] == math.inf
 
 
 def test_command_line(tmp_path, capsys):
@@ -103,12 +103,12 @@ def test_command_line_refuses(capsys):
     with pytest.raises(SystemExit) as error:
         main(["swigloo"])
     assert error.value.code == 2
-    message = "unknown operator swigloo; choose from attention, rope"
-    assert message in capsys.readouterr().err
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "invalid choice: 'swigloo'" in message and "attention" in message and "rope" in message
 
 
 @pytest.mark.gpu
 def test_all_pass_their_gates_on_a_gpu():
     rows = run_benchmarks(list(Operator), torch.device("cuda"), torch.bfloat16)
     print(bench_table(rows))
-    assert all(row.passed for row in rows)
+    assert all(row["passed"] for row in rows)
