@@ -35,7 +35,7 @@ from pith_ops.grouped_linear import Groups, grouped_linear, grouped_linear_refer
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
 from pith_ops.rope import apply_rope, rope_frequencies, rope_table
-from pith_ops.routing import softmax_topk
+from pith_ops.routing import score_topk
 from pith_ops.swiglu import swiglu, swiglu_reference
 
 GATE_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -236,7 +236,7 @@ def _bench_operator(operator: Operator, device: torch.device, dtype: torch.dtype
             return gate.measure_both(partial(grouped_linear, groups=groups), "torch loop")
         case Operator.ROUTING:
             gate = Gate(operator, partial(_torch_topk, top_k=top_k), (logits,), 2, 4)
-            return gate.measure_both(lambda z: softmax_topk(z, top_k, True)[1:], "torch topk")
+            return gate.measure_both(lambda z: score_topk(z, top_k, True)[1:], "torch topk")
         case Operator.DISPATCH:
             return _bench_dispatch(draw(tokens * top_k, hidden).detach(), logits.detach(), top_k)
         case Operator.CROSS_ENTROPY:
@@ -249,7 +249,7 @@ def _bench_operator(operator: Operator, device: torch.device, dtype: torch.dtype
 
 def _bench_dispatch(outputs: Tensor, logits: Tensor, top_k: int) -> list[BenchRow]:
     num_ranks, (num_tokens, num_experts) = 8, logits.shape
-    ids, weights, _ = softmax_topk(logits, top_k, True)
+    ids, weights, _ = score_topk(logits, top_k, True)
     order = ids.flatten().argsort(stable=True)
     counts = count_dispatch(ids, num_experts, num_ranks)
     num_rows = int(counts[:, 0].sum())
