@@ -38,7 +38,7 @@ class DispatchPlan:
     send_ids: Tensor
     """`[N, K]`, local to the receiver, -1 for slots held elsewhere."""
     token_rows: Tensor
-    """`[T, R]`, row of a token for a rank or -1."""
+    """`[T, min(R, K)]`, rows of each token by ascending rank, then -1."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -71,7 +71,7 @@ def plan_dispatch(ids: Tensor, num_experts: int, num_ranks: int, num_rows: int) 
     num_tokens, local = max(len(ids), 1), num_experts // num_ranks
     # Rank-major running count: row n is where it first reaches n + 1.
     reached = needed.flatten().cumsum(0, dtype=torch.int32)
-    token_rows = torch.where(needed, reached.view_as(needed) - 1, -1).t()
+    token_rows = torch.where(needed, reached.view_as(needed) - 1, num_rows).t()
     rows = torch.arange(1, num_rows + 1, dtype=torch.int32, device=ids.device)
     places = torch.searchsorted(reached, rows, out_int32=True)
     send_tokens, ranks = places % num_tokens, places // num_tokens
@@ -79,7 +79,7 @@ def plan_dispatch(ids: Tensor, num_experts: int, num_ranks: int, num_rows: int) 
     return DispatchPlan(
         send_tokens=send_tokens,
         send_ids=torch.where((send_ids >= 0) & (send_ids < local), send_ids, -1),
-        token_rows=token_rows.contiguous(),
+        token_rows=_ascending(token_rows, num_rows)[:, : ids.shape[1]],
     )
 
 
@@ -97,18 +97,16 @@ def plan_experts(received_ids: Tensor, sizes: Sequence[int]) -> ExpertPlan:
             "counts over senders"
         )
     groups = Groups.from_sizes(sizes, received_ids.device)
-    absent = received_ids < 0
-    experts = torch.where(absent, len(sizes), received_ids).flatten()
+    experts = torch.where(received_ids < 0, len(sizes), received_ids).flatten()
     # Stable: rows ascend within an expert.
     order = experts.argsort(stable=True)
     positions = torch.empty_like(experts)
     positions[order] = torch.arange(len(order), dtype=experts.dtype, device=experts.device)
     pairs = order[: groups.total].to(torch.int32)
-    row_pairs = positions.view_as(received_ids).masked_fill(absent, -1)
     return ExpertPlan(
         pair_rows=pairs // num_slots,
         pair_slots=pairs % num_slots,
-        row_pairs=_present_first(row_pairs),
+        row_pairs=_ascending(positions.view_as(received_ids), groups.total),
         groups=groups,
     )
 
@@ -143,9 +141,7 @@ def weighted_partial_sums_backward(
 
 def sum_ranks(returned: Tensor, plan: DispatchPlan) -> Tensor:
     """Sum each token's rows, partial sums or gradients."""
-    # At most K however large R is.
-    rows = _present_first(plan.token_rows)[:, : plan.send_ids.shape[1]]
-    return _sum_rows(returned, rows)
+    return _sum_rows(returned, plan.token_rows)
 
 
 def sum_rank_weights(grad_weights_rows: Tensor, plan: DispatchPlan) -> Tensor:
@@ -165,11 +161,10 @@ def _needed_ranks(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     return needed.scatter_(1, ranks.long(), True)[:, :num_ranks]
 
 
-def _present_first(positions: Tensor) -> Tensor:
-    """Each row of `[A, B]` int32 ascending, the -1 entries behind."""
-    last = torch.iinfo(positions.dtype).max
-    ascending = positions.masked_fill(positions < 0, last).sort(1).values
-    return ascending.masked_fill(ascending == last, -1)
+def _ascending(positions: Tensor, end: int) -> Tensor:
+    """Rows of `[A, B]` sorted, -1 in place of `end` and more."""
+    positions = positions.sort(1).values
+    return positions.masked_fill(positions >= end, -1)
 
 
 def _sum_rows(source: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
