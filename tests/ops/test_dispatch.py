@@ -299,9 +299,10 @@ def test_the_order_of_the_sum_is_by_expert_not_by_slot():
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(6, 4), (8, 3), (8, 16), (8, 0)])
 def test_experts_that_ranks_do_not_divide_are_refused(num_experts, num_ranks):
     ids = torch.zeros(2, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match=rf"num_ranks: {num_ranks} .* {num_experts} experts.*\["):
+    message = f"num_ranks: {num_ranks}; use a divisor of the {num_experts} experts"
+    with pytest.raises(ValueError, match=message):
         count_dispatch(ids, num_experts, num_ranks)
-    with pytest.raises(ValueError, match="use one of"):
+    with pytest.raises(ValueError, match=message):
         plan_dispatch(ids, num_experts, num_ranks, 2)
 
 

@@ -12,9 +12,9 @@ over *all* keys, a backward over some yields their share of the gradients: ring 
 rest on that. A query that sees nothing gives 0 and LSE -inf.
 
 `REFERENCE` holds all S x K scores; `FLASH` is torch's FlashAttention-2 (Dao 2023, arXiv 2307.08691)
-on CUDA and its counterpart on CPUs. The trap: below torch's public interface nothing is checked.
-When S and K differ, cuDNN and torch's CPU operator align the mask at the top left; a query without
-keys gets +inf, -inf or a finite LSE; cuDNN fills fp32 outputs with NaN. Hence `ATTENTION_TABLE`.
+or its counterpart for CPUs. The trap: below torch's public interface nothing is checked. When S and
+K differ, cuDNN and the CPU operator align the mask at the top left; a query without keys gets +inf,
+-inf or a finite LSE; cuDNN fills fp32 outputs with NaN. Hence `ATTENTION_TABLE`.
 """
 
 from collections.abc import Sequence
@@ -58,8 +58,8 @@ class Visibility:
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or not self.causal):
             raise ValueError(
-                f"attention window {self.window}, causal {self.causal}: a window is at least 1 and "
-                "causal, or None"
+                f"attention window {self.window}, causal {self.causal}: a window is at least 1, "
+                "and causal"
             )
 
 
@@ -102,10 +102,7 @@ def choose_attention_backend(
     *,
     window: bool = False,
 ) -> AttentionBackend:
-    """The backend of that name, or with "auto" the first that can; else a ValueError.
-
-    `packed`: with document offsets.
-    """
+    """The backend of that name, or with "auto" the first that can; else a ValueError."""
     violations = {
         backend.value: attention_violations(
             backend, device, dtype, head_dim, value_dim, packed=packed, window=window
@@ -134,14 +131,13 @@ def attention_violations(
     window: bool = False,
     more_keys: bool = False,
 ) -> list[str]:
-    """What `backend` cannot do of what is asked; `more_keys` than causal queries."""
+    """What `backend` cannot do; `packed` with document offsets, `more_keys` than causal queries."""
     if backend is AttentionBackend.REFERENCE:
         return []
     rows = {
         column: row for row in ATTENTION_TABLE if row.backend is backend for column in row.columns
     }
-    column = device_column(device)
-    if column not in rows:
+    if (column := device_column(device)) not in rows:
         return [f"device {device} is none of {', '.join(column.value for column in rows)}"]
     row = rows[column]
     violations = []
@@ -152,8 +148,8 @@ def attention_violations(
             violations.append(f"{name} {dim} is no multiple of 8 up to 256")
     if value_dim != head_dim and not row.other_value_dim:
         violations.append(f"value_dim {value_dim} differs from head_dim {head_dim}")
-    masks = (packed, "document offsets"), (window, "sliding window")
-    for is_asked, name in (*masks, (more_keys, "more keys than queries")):
+    masks = {"document offsets": packed, "sliding window": window}
+    for name, is_asked in {**masks, "more keys than queries": more_keys}.items():
         if is_asked and not row.any_mask:
             violations.append(f"it takes no {name}")
     return violations
@@ -389,10 +385,10 @@ def _check_operands(
         )
     for offsets, length in zip(visibility.offsets or (), (q[1], k[1]), strict=False):
         _check_offsets(offsets, q[0] * length)
-    packed, window = visibility.offsets is not None, visibility.window is not None
+    packed = visibility.offsets is not None
     more = k[1] - q[1] if visibility.causal and not packed else 0
-    asked = {"packed": packed, "window": window, "more_keys": more > 0}
-    violations = attention_violations(backend, query.device, query.dtype, q[3], v[3], **asked)
+    masks = {"packed": packed, "window": visibility.window is not None, "more_keys": more > 0}
+    violations = attention_violations(backend, query.device, query.dtype, q[3], v[3], **masks)
     if more < 0 and backend is not AttentionBackend.REFERENCE:
         violations.append(
             f"{q[1]} queries, {k[1]} keys: some see none, which only 'reference' takes"
@@ -433,7 +429,7 @@ def _visible_keys(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor:
 
 
 def _cpu_mask(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[bool, Tensor | None]:
-    """Whether torch's operator hides later keys itself; else a mask `[B or 1, 1, S, K]`."""
+    """Whether torch hides later keys itself; else a mask `[B or 1, 1, S, K]`."""
     square = query.shape[1] == key.shape[1] or not visibility.causal
     if square and visibility.window is None and visibility.offsets is None:
         return visibility.causal, None
@@ -444,7 +440,7 @@ def _cpu_mask(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[bool,
 def _flash_arguments(
     tensors: Sequence[Tensor], query: Tensor, key: Tensor, visibility: Visibility
 ) -> tuple[list[Tensor], tuple[Any, ...], dict[str, int]]:
-    """Tensors, as rows of tokens if there are offsets; settings; keys before and after or -1."""
+    """Tensors (rows of tokens if there are offsets), settings, keys before and after or -1."""
     offsets, causal = visibility.offsets, visibility.causal
     rows = [x if offsets is None else x.flatten(0, 1) for x in tensors]
     left = -1 if visibility.window is None else visibility.window - 1

@@ -5,8 +5,8 @@
 1. Gate: outputs, and gradients for random upstream gradients, are compared with a reference in the
    accumulation dtype. What fails gets no time, and the exit code is 1.
 2. Time: medians of a forward without grad and of a forward with its backward.
-3. Rate: operations or bytes that the mathematics needs over the time; padding and recomputation
-   earn nothing (a product's backward is two products, attention's 2.5 forwards).
+3. Rate: operations or bytes that the mathematics needs over the time; recomputation earns nothing
+   (a product's backward is two products, attention's 2.5 forwards).
 
 The trap: an error of NaN is neither above nor below a tolerance, so it counts as infinite.
 """
@@ -64,8 +64,8 @@ class Operator(StrEnum):
 class Gate:
     """Operands and what `reference` makes of them in the accumulation dtype.
 
-    A forward's work is `forward` times `flops` or the bytes of the first operand; with its backward
-    it is `total` times that.
+    A forward's work is `forward` times `flops` or the bytes of the first operand, with its backward
+    `total` times.
     """
 
     def __init__(

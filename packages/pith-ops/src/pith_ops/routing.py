@@ -7,10 +7,10 @@
 times `scaling` either way; GPT-OSS takes the softmax of the chosen logits. All return ids int32
 `[T, K]`, best first, weights `[T, K]` and scores for balancing `[T, N]`, whose rows sum to 1.
 
-All runs in the accumulation dtype, autocast or not: neighbouring experts often differ by less than
-a bf16 step. The traps: `torch.topk` promises no order among ties, a stable sort does; experts of an
-excluded group filled with 0 would win over negative biased scores. A recomputed forward is handed
-the ids of the first: its logits may round otherwise.
+All runs in the accumulation dtype, autocast or not: experts often differ by less than a bf16 step.
+The traps: `torch.topk` promises no order among ties, a stable sort does; experts of an excluded
+group filled with 0 would win over negative biased scores; a recomputed forward is handed the ids of
+the first, since its logits may round otherwise.
 """
 
 import math
@@ -30,7 +30,7 @@ class ExpertGroups:
     num_groups: int
     """Groups of neighbouring experts."""
     num_chosen: int
-    """Of them for a token; ties go to the lower."""
+    """Of them, for a token."""
     best: int
     """Experts whose scores make a group's: 1 in V2, 2 in V3."""
 
@@ -54,10 +54,10 @@ def score_topk(
     chosen: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From `logits [T, N]`.
+    """From `logits [T, N]`; `bias [N]` is added for the choice alone (arXiv 2408.15664).
 
-    `bias [N]` is added to the scores for the choice alone (arXiv 2408.15664); `chosen` ids are
-    taken as they are. A ValueError refuses `top_k`, `chosen` or `groups` that do not fit.
+    `chosen` ids are taken as they are. A ValueError refuses `top_k`, `chosen` or `groups` that do
+    not fit.
     """
     logits = logits.to(accumulation_dtype(logits.dtype))
     scores = logits.sigmoid() if sigmoid else logits.softmax(1)
