@@ -7,7 +7,7 @@ import pkgutil
 import pith_ops
 import pytest
 import torch
-from pith_ops.bench import Gate, Operator, bench_table, main, run_benchmarks
+from pith_ops.bench import Operator, bench_table, main, measure, run_benchmarks
 
 CPU = torch.device("cpu")
 NOT_OPERATORS = {"bench", "device", "weight_grad"}
@@ -32,10 +32,6 @@ def test_all_pass_their_gates_beside_a_competitor(dtype):
         assert ("total_ms" not in row) == (row["operator"] == "dispatch")
 
 
-def square_gate(x):
-    return Gate(Operator.SWIGLU, lambda x: x * x, (x,), 1.0, 3.0)
-
-
 class WrongGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -58,15 +54,17 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong_is_not_timed(what):
-    gate = square_gate(torch.randn(6, requires_grad=True))
-    assert gate.measure("right", lambda x: x**2)["total_ms"] > 0
-    calls = []
+    operands, calls = [torch.randn(6, requires_grad=True)], []
 
     def run(x):
         calls.append(None)
         return WRONG[what](x)
 
-    row = gate.measure("wrong", run)
+    names = ("right", "wrong", "reference")
+    right, row, _ = measure(
+        Operator.SWIGLU, operands, (1, 3), names, lambda x: x**2, run, lambda x: x * x
+    )
+    assert right["passed"] and right["total_ms"] > 0
     assert not row["passed"] and len(calls) == 1
     assert not {"forward_ms", "forward_rate", "total_ms", "total_rate"} & row.keys()
     (line,) = bench_table([row]).splitlines()[1:]
@@ -74,10 +72,17 @@ def test_what_is_wrong_is_not_timed(what):
 
 
 def test_an_unequal_integer_fails_and_needs_no_tolerance():
-    ids = torch.arange(5)
-    gate = Gate(Operator.DISPATCH, lambda ids: ids + 1, (ids,), 1.0)
-    assert gate.measure("right", lambda ids: ids + 1)["error"] == 0
-    assert gate.measure("wrong", lambda ids: ids + (ids == 3))["error"] == math.inf
+    names = ("wrong", "right")
+    wrong, right = measure(
+        Operator.DISPATCH,
+        [torch.arange(5)],
+        [1],
+        names,
+        lambda ids: ids + (ids == 3),
+        lambda ids: ids + 1,
+    )
+    assert right["error"] == 0 and right["passed"]
+    assert wrong["error"] == math.inf and not wrong["passed"]
 
 
 def test_command_line(tmp_path, capsys):
@@ -89,6 +94,11 @@ def test_command_line(tmp_path, capsys):
     assert written["environment"]["torch"] == torch.__version__
     assert {row["operator"] for row in written["rows"]} == {"swiglu", "routing"}
     assert all(row["passed"] and row["forward_ms"] > 0 for row in written["rows"])
+
+
+def test_command_line_measures_all_by_default(capsys):
+    assert main(["--device", "cpu"]) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]} == set(Operator)
 
 
 def test_command_line_fails_with_a_broken_operator_and_prints_no_time_for_it(monkeypatch, capsys):
@@ -103,8 +113,8 @@ def test_command_line_refuses(capsys):
     with pytest.raises(SystemExit) as error:
         main(["swigloo"])
     assert error.value.code == 2
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert "invalid choice: 'swigloo'" in message and "attention" in message and "rope" in message
+    message = "unknown operator swigloo; choose from attention, rope"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -61,71 +61,42 @@ class Operator(StrEnum):
     CROSS_ENTROPY = auto()
 
 
-class Gate:
-    """Operands and what `reference` makes of them in the accumulation dtype.
+def measure(
+    operator: Operator,
+    operands: Sequence[Tensor],
+    work: Sequence[float],
+    names: Sequence[str],
+    *runs: TensorFunction,
+    flops: float = 0.0,
+) -> list[BenchRow]:
+    """Compare `runs` with the last of them in the accumulation dtype; time those that agree.
 
-    A forward's work is `forward` times `flops` or the bytes of the first operand, with its backward
-    `total` times.
+    `work` of a forward, and with its backward, in multiples of `flops` or of the bytes of the first
+    operand.
     """
-
-    def __init__(
-        self,
-        operator: Operator,
-        reference: TensorFunction,
-        operands: Sequence[Tensor],
-        forward: float,
-        total: float = 0.0,
-        *,
-        flops: float = 0.0,
-    ):
-        self.operator, self.reference, self.operands = operator, reference, operands
-        self.unit, work = "TFLOP/s" if flops else "TB/s", (flops or operands[0].nbytes) / 1e12
-        self.forward_work, self.total_work = forward * work, total * work
-        wide = [x.to(accumulation_dtype(x.dtype)) if x.is_floating_point() else x for x in operands]
-        wide = [x.detach().requires_grad_(x.requires_grad) for x in wide]
-        self.wanted = _results(reference, wide)
-
-    def measure_both(self, ours: TensorFunction, competitor: str) -> list[BenchRow]:
-        """Ours, then the competitor, whose code is the reference."""
-        return [self.measure("pith_ops", ours), self.measure(competitor, self.reference)]
-
-    def measure(self, implementation: str, run: TensorFunction) -> BenchRow:
-        """Compare `run` with the reference and time it if they agree."""
-        operands, error = self.operands, math.inf
-        got = _results(run, operands)
-        if [x.shape for x in got] == [x.shape for x in self.wanted]:
-            error = max(map(_relative_error, got, self.wanted))
-        row: BenchRow = {
-            "operator": self.operator,
-            "implementation": implementation,
-            "shape": " ".join("x".join(map(str, x.shape)) for x in operands),
-            "error": error,
-            "passed": error <= GATE_TOLERANCES.get(operands[0].dtype, 0.0),
-            "unit": self.unit,
-        }
-        if row["passed"]:
-            with torch.no_grad():
-                row |= self._timed("forward", lambda: run(*operands), self.forward_work)
-            if num_leaves := sum(x.requires_grad for x in operands):
-                upstream = [x.detach() for x in got[:-num_leaves]]
-                both = partial(_results, run, operands, upstream)
-                row |= self._timed("total", both, self.total_work)
-        return row
-
-    def _timed(self, what: str, call: Callable[[], object], work: float) -> dict[str, float]:
-        """The median of 20 calls on CUDA, of 5 elsewhere, after two warm-up calls."""
-        times = []
-        if self.operands[0].is_cuda:
-            for _ in range(22):
-                # Events count launch gaps where the host is the bottleneck.
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                call()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end) / 1e3)
-        seconds = median((times or repeat(call, number=1, repeat=7))[2:])
-        return {f"{what}_ms": seconds * 1e3, f"{what}_rate": work / seconds}
+    unit, base = ("TFLOP/s", flops) if flops else ("TB/s", operands[0].nbytes)
+    shape, is_cuda = " ".join("x".join(map(str, x.shape)) for x in operands), operands[0].is_cuda
+    wide = [x.to(accumulation_dtype(x.dtype)) if x.is_floating_point() else x for x in operands]
+    wide = [x.detach().requires_grad_(x.requires_grad) for x in wide]
+    wanted, rows = _results(runs[-1], wide), []
+    for name, run in zip(names, runs, strict=True):
+        got, error = _results(run, operands), math.inf
+        if [x.shape for x in got] == [x.shape for x in wanted]:
+            error = max(map(_relative_error, got, wanted))
+        passed = error <= GATE_TOLERANCES.get(operands[0].dtype, 0.0)
+        row: BenchRow = {"operator": operator, "implementation": name, "shape": shape}
+        rows.append(row | {"error": error, "passed": passed, "unit": unit})
+        if not passed:
+            continue
+        with torch.no_grad():
+            seconds = {"forward": _seconds(partial(run, *operands), is_cuda)}
+        if num_leaves := sum(x.requires_grad for x in operands):
+            upstream = [x.detach() for x in got[:-num_leaves]]
+            seconds["total"] = _seconds(partial(_results, run, operands, upstream), is_cuda)
+        for (what, time), factor in zip(seconds.items(), work, strict=True):
+            rows[-1][f"{what}_ms"] = time * 1e3
+            rows[-1][f"{what}_rate"] = factor * base / time / 1e12
+    return rows
 
 
 def run_benchmarks(
@@ -159,10 +130,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a gate failed."""
     parser = argparse.ArgumentParser(prog="python -m pith_ops.bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("operators", nargs="*", choices=[str(operator) for operator in Operator])
+    parser.add_argument(
+        "operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(Operator)}"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     options = parser.parse_args(arguments)
+    if unknown := set(options.operators) - set(Operator):
+        parser.error(f"unknown operator {', '.join(unknown)}; choose from {', '.join(Operator)}")
     device, name, dtype = torch.device(options.device), "cpu", torch.float32
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -188,10 +163,10 @@ def _bench_operator(operator: Operator, device: torch.device, dtype: torch.dtype
     def draw(*size: int, std: float = 1.0) -> Tensor:
         return (torch.randn(size, device=device) * std).to(dtype).requires_grad_()
 
-    def product_gate(reference: TensorFunction, x: Tensor, *size: int) -> Gate:
-        flops = 2.0 * len(x) * size[-2] * size[-1]
-        operands = x, draw(*size, std=size[-1] ** -0.5)
-        return Gate(operator, reference, operands, 1, 3, flops=flops)
+    def measure_product(name: str, x: Tensor, weight: Tensor, *runs: TensorFunction):
+        flops = 2.0 * len(x) * weight.shape[-2:].numel()
+        names = ("pith_ops", name)
+        return measure(operator, (x, weight), (1, 3), names, *runs, flops=flops)
 
     x = draw(tokens, hidden)
     # Not in bf16, where they tie: torch's topk breaks ties its own way.
@@ -200,51 +175,60 @@ def _bench_operator(operator: Operator, device: torch.device, dtype: torch.dtype
         case Operator.ATTENTION:
             batch, all_heads = tokens // sequence, (heads, kv_heads, kv_heads)
             operands = [draw(batch, sequence, num_heads, head_dim) for num_heads in all_heads]
-            # A causal mask halves both products.
-            flops = 2.0 * tokens * sequence * heads * head_dim
-            reference = partial(_attend, backend=AttentionBackend.REFERENCE)
-            gate = Gate(operator, reference, operands, 1, 3.5, flops=flops)
-            rows = [
-                gate.measure(f"pith_ops {backend.value}", partial(_attend, backend=backend))
+            backends = [
+                backend
                 for backend in AttentionBackend
                 if not attention_violations(backend, device, dtype, head_dim, head_dim)
             ]
-            return [*rows, gate.measure("torch SDPA", _torch_attention)]
+            names = ["torch SDPA", *(f"pith_ops {backend.value}" for backend in backends)]
+            runs = (partial(_attend, backend=backend) for backend in backends)
+            # A causal mask halves both products.
+            flops = 2.0 * tokens * sequence * heads * head_dim
+            return measure(
+                operator, operands, (1, 3.5), names, _torch_attention, *runs, flops=flops
+            )
         case Operator.ROPE:
             x = draw(tokens, heads, head_dim)
             frequencies = rope_frequencies(head_dim, 1e6, dtype=wide, device=device)
             table = rope_table(torch.arange(tokens, device=device) % sequence, frequencies)
-            gate = Gate(operator, _complex_rotation, (x, *table), 2, 4)
-            return gate.measure_both(apply_rope, "torch complex")
+            names = ("pith_ops", "torch complex")
+            return measure(operator, (x, *table), (2, 4), names, apply_rope, _complex_rotation)
         case Operator.RMS_NORM:
-            gate = Gate(operator, _torch_rms_norm, (x, draw(hidden)), 2, 5)
-            return gate.measure_both(partial(rms_norm, eps=1e-6), "torch rms_norm")
+            operands, ours = (x, draw(hidden)), partial(rms_norm, eps=1e-6)
+            names = ("pith_ops", "torch rms_norm")
+            return measure(operator, operands, (2, 5), names, ours, _torch_rms_norm)
         case Operator.SWIGLU:
-            gate = Gate(operator, swiglu_reference, (draw(tokens * top_k, 2 * width),), 1.5, 4)
-            return gate.measure_both(swiglu, "torch autograd")
+            operands = [draw(tokens * top_k, 2 * width)]
+            names = ("pith_ops", "torch autograd")
+            return measure(operator, operands, (1.5, 4), names, swiglu, swiglu_reference)
         case Operator.LINEAR:
-            gate = product_gate(functional.linear, x, heads * head_dim, hidden)
-            return gate.measure_both(linear, "torch linear")
+            weight = draw(heads * head_dim, hidden, std=hidden**-0.5)
+            return measure_product("torch linear", x, weight, linear, functional.linear)
         case Operator.GROUPED_LINEAR:
             rows, num_groups = draw(tokens * top_k, hidden), experts // 8
+            weight = draw(num_groups, 2 * width, hidden, std=hidden**-0.5)
             # Expert 1 has the rows of experts 0 and 1.
             sizes = [len(rows) // num_groups] * num_groups
             sizes[:2] = [0, len(rows) - sum(sizes[2:])]
             groups = Groups.from_sizes(sizes, device)
+            ours = partial(grouped_linear, groups=groups)
             loop = partial(grouped_linear_reference, groups=groups)
-            gate = product_gate(loop, rows, num_groups, 2 * width, hidden)
-            return gate.measure_both(partial(grouped_linear, groups=groups), "torch loop")
+            return measure_product("torch loop over groups", rows, weight, ours, loop)
         case Operator.ROUTING:
-            gate = Gate(operator, partial(_torch_topk, top_k=top_k), (logits,), 2, 4)
-            return gate.measure_both(lambda z: score_topk(z, top_k, True)[1:], "torch topk")
+            names = ("pith_ops", "torch softmax, topk")
+            theirs = partial(_torch_topk, top_k=top_k)
+            return measure(
+                operator, [logits], (2, 4), names, lambda z: score_topk(z, top_k, True)[1:], theirs
+            )
         case Operator.DISPATCH:
             return _bench_dispatch(draw(tokens * top_k, hidden).detach(), logits.detach(), top_k)
         case Operator.CROSS_ENTROPY:
+            weight = draw(words, hidden, std=hidden**-0.5)
             targets = torch.randint(words, (tokens,), device=device)
             targets[::100] = -100
-            gate = product_gate(partial(_full_logits, targets=targets), x, words, hidden)
             ours = partial(linear_cross_entropy, targets=targets)
-            return gate.measure_both(ours, "torch full logits")
+            theirs = partial(_full_logits, targets=targets)
+            return measure_product("torch full logits", x, weight, ours, theirs)
 
 
 def _bench_dispatch(outputs: Tensor, logits: Tensor, top_k: int) -> list[BenchRow]:
@@ -268,14 +252,14 @@ def _bench_dispatch(outputs: Tensor, logits: Tensor, top_k: int) -> list[BenchRo
         total = weights.new_zeros(num_tokens, outputs.shape[1])
         return total.index_add_(0, order // top_k, weighted).to(outputs.dtype)
 
-    planning = Gate(Operator.DISPATCH, plan_by_loop, (ids,), 1)
-    combining = Gate(Operator.DISPATCH, index_add, (outputs, weights), 1 + 1 / top_k)
-    return [
-        planning.measure("pith_ops plan, 8 ranks", plan_send),
-        planning.measure("torch plan by loop", plan_by_loop),
-        combining.measure("pith_ops combine", partial(weighted_partial_sums, plan=plan)),
-        combining.measure("torch index_add", index_add),
-    ]
+    names = ("pith_ops plan, 8 ranks", "torch plan by loop")
+    planned = measure(Operator.DISPATCH, [ids], [1], names, plan_send, plan_by_loop)
+    names, combine = (
+        ("pith_ops combine", "torch index_add"),
+        partial(weighted_partial_sums, plan=plan),
+    )
+    work = [1 + 1 / top_k]
+    return planned + measure(Operator.DISPATCH, [outputs, weights], work, names, combine, index_add)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend) -> Tensor:
@@ -330,6 +314,22 @@ def _relative_error(got: Tensor, wanted: Tensor) -> float:
         return 0.0 if torch.equal(got, wanted) else math.inf
     error = ((got.to(wanted.dtype) - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
     return error if math.isfinite(error) else math.inf
+
+
+def _seconds(call: Callable[[], object], is_cuda: bool) -> float:
+    """Median of 20 calls on CUDA, of 5 elsewhere, after two warm-up calls."""
+    if not is_cuda:
+        return median(repeat(call, number=1, repeat=7)[2:])
+    times = []
+    for _ in range(22):
+        # Events count launch gaps where the host is the bottleneck.
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return median(times[2:])
 
 
 if __name__ == "__main__":
