@@ -10,7 +10,7 @@ from pith_engine.balance import balance_loss, count_choices, load_factors
 from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, Role, Routing, declare
 from pith_engine.mesh import Mesh
 from pith_ops.grouped_linear import grouped_linear
-from pith_ops.routing import router_logits, softmax_topk
+from pith_ops.routing import router_logits, score_topk
 from torch import nn
 
 VOCABULARY, HIDDEN, EXPERTS, TOP_K, LENGTH = 31, 12, 4, 2, 6
@@ -50,7 +50,7 @@ class ToyLayer(nn.Module):
             return tokens, residual, None
         logits = router_logits(tokens, self.router)
         if self.has_bias:
-            ids, weights, scores = softmax_topk(
+            ids, weights, scores = score_topk(
                 logits, TOP_K, False, chosen=chosen, bias=self.router_bias
             )
         else:

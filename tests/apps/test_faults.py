@@ -62,8 +62,8 @@ FAULTS = {
         "4 groups of",
     ),
     "top-k": (
-        "ids, weights, scores = softmax_topk(",
-        "ids, weights, scores = softmax_topk(logits, 99, True) if self else softmax_topk(",
+        "ids, weights, scores = score_topk(",
+        "ids, weights, scores = score_topk(logits, 99, True) if self else score_topk(",
         "top_k: 99 is not between 1 and the 8 experts",
     ),
     "missing rows": (

@@ -1,5 +1,7 @@
 """Dispatch over R ranks simulated in one process: rows are exchanged by slicing lists."""
 
+from bisect import bisect_right
+
 import pytest
 import torch
 from pith_ops.dispatch import (
@@ -144,8 +146,9 @@ def test_a_token_goes_once_to_each_rank():
     ids = random_ids(200, num_experts=16, top_k=6, drop=0)
     plan = make_plan(ids, 16, 4)
     ranks = [sorted({e // 4 for e in row}) for row in ids.tolist()]
-    assert [plan.token_rows[t].ge(0).nonzero().flatten().tolist() for t in range(200)] == ranks
     starts = count_dispatch(ids, 16, 4)[:, 0].cumsum(0).tolist()
+    rows = [[row for row in token if row >= 0] for token in plan.token_rows.tolist()]
+    assert [[bisect_right(starts, row) for row in token] for token in rows] == ranks
     for rank, (start, end) in enumerate(zip([0, *starts], starts, strict=False)):
         tokens = plan.send_tokens[start:end].tolist()
         assert tokens == [t for t in range(200) if rank in ranks[t]]
@@ -296,9 +299,10 @@ def test_the_order_of_the_sum_is_by_expert_not_by_slot():
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(6, 4), (8, 3), (8, 16), (8, 0)])
 def test_experts_that_ranks_do_not_divide_are_refused(num_experts, num_ranks):
     ids = torch.zeros(2, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match=rf"num_ranks: {num_ranks} .* {num_experts} experts.*\["):
+    message = f"num_ranks: {num_ranks}; use a divisor of the {num_experts} experts"
+    with pytest.raises(ValueError, match=message):
         count_dispatch(ids, num_experts, num_ranks)
-    with pytest.raises(ValueError, match="use one of"):
+    with pytest.raises(ValueError, match=message):
         plan_dispatch(ids, num_experts, num_ranks, 2)
 
 

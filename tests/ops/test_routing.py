@@ -5,8 +5,7 @@ import torch
 from pith_ops.routing import (
     ExpertGroups,
     router_logits,
-    sigmoid_topk,
-    softmax_topk,
+    score_topk,
     topk_softmax,
 )
 
@@ -17,7 +16,7 @@ from pith_ops.routing import (
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
 def test_weights_of_a_known_case(normalise, expected, order):
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])[order][None]
-    ids, weights, scores = softmax_topk(logits, 2, normalise)
+    ids, weights, scores = score_topk(logits, 2, normalise)
     assert ids.tolist() == [[order.index(0), order.index(1)]]
     assert ids.dtype == torch.int32
     torch.testing.assert_close(weights, torch.tensor([expected]), rtol=0, atol=6e-7)
@@ -27,13 +26,13 @@ def test_weights_of_a_known_case(normalise, expected, order):
 def test_ties_go_to_the_lower_id():
     torch.manual_seed(0)
     logits = torch.randint(0, 3, (500, 16)).float()
-    ids, _, _ = softmax_topk(logits, 5, True)
+    ids, _, _ = score_topk(logits, 5, True)
     expected = [
         sorted(range(16), key=lambda e, row=row: (-row[e], e))[:5] for row in logits.tolist()
     ]
     assert ids.tolist() == expected
     assert torch.equal(
-        softmax_topk(torch.zeros(3, 16), 4, False)[0], ids.new_tensor([[0, 1, 2, 3]] * 3)
+        score_topk(torch.zeros(3, 16), 4, False)[0], ids.new_tensor([[0, 1, 2, 3]] * 3)
     )
 
 
@@ -41,11 +40,11 @@ def test_a_bias_chooses_and_weighs_nothing():
     """Scores (.644, .237, .087, .032) plus (-.6, 0, 0, .3) are (.044, .237, .087, .332)."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], dtype=torch.float64, requires_grad=True)
     bias = torch.tensor([-0.6, 0.0, 0.0, 0.3], requires_grad=True)
-    ids, weights, scores = softmax_topk(logits, 2, False, bias=bias)
+    ids, weights, scores = score_topk(logits, 2, False, bias=bias)
     assert ids.tolist() == [[3, 1]]
     assert torch.equal(scores, logits.softmax(1))
     assert torch.equal(weights, scores[:, [3, 1]])
-    normalised = softmax_topk(logits, 2, True, bias=bias)[1]
+    normalised = score_topk(logits, 2, True, bias=bias)[1]
     torch.testing.assert_close(normalised, weights / weights.sum(), rtol=1e-15, atol=0)
     normalised[0, 0].backward()
     assert bias.grad is None
@@ -56,18 +55,18 @@ def test_a_bias_of_zero_changes_nothing_and_ties_go_to_the_lower_id():
     torch.manual_seed(5)
     logits = torch.randn(200, 16)
     for one, other in zip(
-        softmax_topk(logits, 5, True),
-        softmax_topk(logits, 5, True, bias=torch.zeros(16)),
+        score_topk(logits, 5, True),
+        score_topk(logits, 5, True, bias=torch.zeros(16)),
         strict=True,
     ):
         assert torch.equal(one, other)
     bias = torch.tensor([0.0, 1.0, 0.0, 1.0])
-    assert softmax_topk(torch.zeros(1, 4), 3, False, bias=bias)[0].tolist() == [[1, 3, 0]]
+    assert score_topk(torch.zeros(1, 4), 3, False, bias=bias)[0].tolist() == [[1, 3, 0]]
 
 
 def test_equal_rounded_scores_keep_the_order_of_their_logits():
     """Scores of -200 and -150 are both 0 in fp32; the larger logit still comes first."""
-    ids, weights, _ = softmax_topk(torch.tensor([[-200.0, 0.0, -150.0]]), 3, False)
+    ids, weights, _ = score_topk(torch.tensor([[-200.0, 0.0, -150.0]]), 3, False)
     assert ids.tolist() == [[1, 2, 0]]
     assert weights.tolist() == [[1, 0, 0]]
 
@@ -76,7 +75,7 @@ def test_equal_rounded_scores_keep_the_order_of_their_logits():
 def test_gradients_of_weights_and_scores(normalise):
     torch.manual_seed(1)
     logits = torch.randn(6, 7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda z: softmax_topk(z, 3, normalise)[1:], logits)
+    assert torch.autograd.gradcheck(lambda z: score_topk(z, 3, normalise)[1:], logits)
 
 
 @pytest.mark.parametrize("normalise", [False, True])
@@ -87,7 +86,7 @@ def test_a_repeated_forward_and_backward_is_bit_identical(normalise):
     results = []
     for _ in range(2):
         logits = values.clone().requires_grad_()
-        ids, weights, scores = softmax_topk(logits, 2, normalise)
+        ids, weights, scores = score_topk(logits, 2, normalise)
         (weights * upstream).sum().backward()
         results.append((ids, weights, scores, logits.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -100,7 +99,7 @@ def test_bf16_tokens_choose_the_experts_that_float64_chooses(autocast):
     weight = (torch.randn(32, 64) * 0.02).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         logits = router_logits(x, weight)
-        ids, weights, scores = softmax_topk(logits, 4, True)
+        ids, weights, scores = score_topk(logits, 4, True)
     assert logits.dtype == weights.dtype == scores.dtype == torch.float32
     exact = (x.double() @ weight.double().t()).topk(4).indices
     same = (ids.sort(1).values == exact.sort(1).values).all(1)
@@ -120,13 +119,11 @@ def test_bf16_tokens_choose_the_experts_that_float64_chooses(autocast):
 def test_float64_stays_float64():
     logits = router_logits(torch.randn(2, 3, dtype=torch.float64), torch.randn(4, 3))
     assert logits.dtype == torch.float64
-    assert all(t.dtype == torch.float64 for t in softmax_topk(logits, 2, True)[1:])
+    assert all(t.dtype == torch.float64 for t in score_topk(logits, 2, True)[1:])
 
 
 def test_no_tokens():
-    ids, weights, scores = softmax_topk(
-        router_logits(torch.randn(0, 3), torch.randn(4, 3)), 2, True
-    )
+    ids, weights, scores = score_topk(router_logits(torch.randn(0, 3), torch.randn(4, 3)), 2, True)
     assert (ids.shape, weights.shape, scores.shape) == ((0, 2), (0, 2), (0, 4))
 
 
@@ -134,31 +131,31 @@ def test_no_tokens():
 def test_chosen_ids_are_taken_as_they_are_and_weighted_as_before(normalise):
     torch.manual_seed(5)
     logits = torch.randint(0, 3, (64, 8)).float()
-    first = softmax_topk(logits, 3, normalise)
-    again = softmax_topk(logits, 3, normalise, chosen=first[0])
+    first = score_topk(logits, 3, normalise)
+    again = score_topk(logits, 3, normalise, chosen=first[0])
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     others = torch.stack([torch.randperm(8)[:3] for _ in range(64)]).int()
-    ids, weights, scores = softmax_topk(logits, 3, normalise, chosen=others)
+    ids, weights, scores = score_topk(logits, 3, normalise, chosen=others)
     assert torch.equal(ids, others)
     picked = torch.stack([row[i] for row, i in zip(scores, others.long(), strict=True)])
     expected = picked / picked.sum(1, keepdim=True) if normalise else picked
     assert torch.equal(weights, expected)
     with pytest.raises(ValueError, match=r"chosen: \[64, 3\] is not \[64, 2\]"):
-        softmax_topk(logits, 2, normalise, chosen=others)
+        score_topk(logits, 2, normalise, chosen=others)
 
 
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_an_impossible_top_k_is_refused(top_k):
     with pytest.raises(ValueError, match=f"top_k: {top_k} is not between 1 and the 4 experts"):
-        softmax_topk(torch.randn(2, 4), top_k, False)
+        score_topk(torch.randn(2, 4), top_k, False)
 
 
 @pytest.mark.gpu
 def test_cuda_breaks_ties_as_the_cpu_does():
     torch.manual_seed(4)
     logits = torch.randint(0, 3, (4096, 128)).float()
-    ids = softmax_topk(logits.cuda(), 8, True)[0]
-    assert torch.equal(ids.cpu(), softmax_topk(logits, 8, True)[0])
+    ids = score_topk(logits.cuda(), 8, True)[0]
+    assert torch.equal(ids.cpu(), score_topk(logits, 8, True)[0])
 
 
 def chosen_by_loop(scores, bias, top_k, groups):
@@ -188,8 +185,10 @@ def test_gates_equal_a_loop_in_float64(kind, scaling, normalise, groups, has_bia
     logits = torch.randn(100, 12, dtype=torch.float64)
     # All biased scores are negative.
     bias = torch.randn(12, dtype=torch.float64) * 0.2 - 3 if has_bias else None
-    gate = softmax_topk if kind == "softmax" else sigmoid_topk
-    ids, weights, scores = gate(logits, 3, normalise, groups=groups, scaling=scaling, bias=bias)
+    sigmoid = kind == "sigmoid"
+    ids, weights, scores = score_topk(
+        logits, 3, normalise, sigmoid=sigmoid, groups=groups, scaling=scaling, bias=bias
+    )
     shift = [0.0] * 12 if bias is None else bias.tolist()
     for t, row in enumerate(logits.tolist()):
         if kind == "softmax":
@@ -208,8 +207,13 @@ def test_gates_equal_a_loop_in_float64(kind, scaling, normalise, groups, has_bia
 def test_experts_of_other_groups_are_out_of_the_choice(normalise):
     """Filled with 0 instead of -inf, experts 2 and 3 would win over scores of -.5."""
     logits = torch.tensor([[0.0, 0.0, -1.0, -1.0]])
-    gates = sigmoid_topk(
-        logits, 2, normalise, groups=ExpertGroups(2, 1, 2), bias=torch.full((4,), -1.0)
+    gates = score_topk(
+        logits,
+        2,
+        normalise,
+        sigmoid=True,
+        groups=ExpertGroups(2, 1, 2),
+        bias=torch.full((4,), -1.0),
     )
     assert gates[0].tolist() == [[0, 1]]
     assert gates[1].tolist() == [[0.5, 0.5]]
@@ -219,31 +223,33 @@ def test_experts_of_other_groups_are_out_of_the_choice(normalise):
 def test_a_group_counts_its_maximum_or_its_two_best(best, expected):
     logits = torch.tensor([[0.9, 0.1, 0.6, 0.6]], dtype=torch.float64).logit()
     for bias in (None, torch.zeros(4)):
-        ids, _, _ = sigmoid_topk(logits, 1, False, groups=ExpertGroups(2, 1, best), bias=bias)
+        ids, _, _ = score_topk(
+            logits, 1, False, sigmoid=True, groups=ExpertGroups(2, 1, best), bias=bias
+        )
         assert ids.tolist() == [[expected]]
 
 
 def test_scaling_is_independent_of_normalising():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     expected = {
-        (softmax_topk, False): [1.609786, 0.592207],
-        (softmax_topk, True): [1.827646, 0.672354],
-        (sigmoid_topk, False): [2.201993, 1.827646],
-        (sigmoid_topk, True): [1.366123, 1.133877],
+        (False, False): [1.609786, 0.592207],
+        (False, True): [1.827646, 0.672354],
+        (True, False): [2.201993, 1.827646],
+        (True, True): [1.366123, 1.133877],
     }
-    for (gate, normalise), weights in expected.items():
-        got = gate(logits, 2, normalise, scaling=2.5)[1]
+    for (sigmoid, normalise), weights in expected.items():
+        got = score_topk(logits, 2, normalise, sigmoid=sigmoid, scaling=2.5)[1]
         torch.testing.assert_close(got, torch.tensor([weights]), rtol=0, atol=1e-6)
 
 
 def test_ties_of_groups_and_experts_go_to_the_lower():
     ties = torch.zeros(3, 8)
     for bias in (None, torch.zeros(8)):
-        ids, _, _ = sigmoid_topk(ties, 4, True, groups=ExpertGroups(4, 2, 2), bias=bias)
+        ids, _, _ = score_topk(ties, 4, True, sigmoid=True, groups=ExpertGroups(4, 2, 2), bias=bias)
         assert ids.tolist() == [[0, 1, 2, 3]] * 3
     assert topk_softmax(ties, 3)[0].tolist() == [[0, 1, 2]] * 3
     # Sigmoids of 20 and 30 are both 1 in fp32.
-    assert sigmoid_topk(torch.tensor([[20.0, 30.0]]), 1, False)[0].tolist() == [[1]]
+    assert score_topk(torch.tensor([[20.0, 30.0]]), 1, False, sigmoid=True)[0].tolist() == [[1]]
 
 
 def test_topk_softmax_equals_a_loop_in_float64():
@@ -273,7 +279,7 @@ def test_gradients_of_the_other_gates(normalise):
     groups = ExpertGroups(4, 2, 2)
 
     def grouped(z):
-        return sigmoid_topk(z, 3, normalise, groups=groups, scaling=2.5, bias=bias)[1:]
+        return score_topk(z, 3, normalise, sigmoid=True, groups=groups, scaling=2.5, bias=bias)[1:]
 
     assert torch.autograd.gradcheck(grouped, logits)
     assert torch.autograd.gradcheck(lambda z: topk_softmax(z, 3)[1:], logits)
@@ -283,7 +289,7 @@ def test_gradients_of_the_other_gates(normalise):
 
 def test_sigmoids_that_underflow_give_finite_weights_and_gradients():
     logits = torch.full((2, 4), -300.0, requires_grad=True)
-    _, weights, scores = sigmoid_topk(logits, 2, True)
+    _, weights, scores = score_topk(logits, 2, True, sigmoid=True)
     (weights.sum() + scores.sum()).backward()
     assert all(t.isfinite().all() for t in (weights, scores, logits.grad))
 
@@ -291,13 +297,16 @@ def test_sigmoids_that_underflow_give_finite_weights_and_gradients():
 def test_chosen_ids_of_the_other_gates():
     torch.manual_seed(9)
     logits, groups = torch.randn(20, 8), ExpertGroups(4, 2, 2)
-    first = sigmoid_topk(logits, 3, True, groups=groups)
-    again = sigmoid_topk(logits, 3, True, groups=groups, chosen=first[0])
+    first = score_topk(logits, 3, True, sigmoid=True, groups=groups)
+    again = score_topk(logits, 3, True, sigmoid=True, groups=groups, chosen=first[0])
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     first = topk_softmax(logits, 3)
     again = topk_softmax(logits, 3, chosen=first[0])
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    for gate in (sigmoid_topk(logits[:0], 3, True, groups=groups), topk_softmax(logits[:0], 3)):
+    for gate in (
+        score_topk(logits[:0], 3, True, sigmoid=True, groups=groups),
+        topk_softmax(logits[:0], 3),
+    ):
         assert [t.shape for t in gate] == [(0, 3), (0, 3), (0, 8)]
 
 
@@ -313,7 +322,10 @@ def test_bf16_and_autocast_route_in_fp32_with_a_bias():
     upstream = torch.randn_like(logits)
     logits.backward(upstream)
     torch.testing.assert_close(bias.grad, upstream.sum(0))
-    for gate in (sigmoid_topk(logits.bfloat16(), 2, True), topk_softmax(logits.bfloat16(), 2)):
+    for gate in (
+        score_topk(logits.bfloat16(), 2, True, sigmoid=True),
+        topk_softmax(logits.bfloat16(), 2),
+    ):
         assert gate[1].dtype == gate[2].dtype == torch.float32
 
 
@@ -331,4 +343,4 @@ def test_bf16_and_autocast_route_in_fp32_with_a_bias():
 )
 def test_groups_that_do_not_fit_are_refused(groups, top_k):
     with pytest.raises(ValueError, match=r"groups: ExpertGroups\(.* does not fit 8 experts"):
-        sigmoid_topk(torch.randn(2, 8), top_k, False, groups=groups)
+        score_topk(torch.randn(2, 8), top_k, False, sigmoid=True, groups=groups)

@@ -34,7 +34,7 @@ from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
 from pith_ops.rope import Yarn, apply_rope
-from pith_ops.routing import ExpertGroups, router_logits, sigmoid_topk, softmax_topk
+from pith_ops.routing import ExpertGroups, router_logits, score_topk
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
@@ -273,16 +273,19 @@ class DeepseekLayer(nn.Module):
         if not self.num_local_experts:
             return tokens, residual, None
         logits = router_logits(tokens, self.router)
-        args = (logits, config.num_experts_per_tok, config.norm_topk_prob)
-        groups, scaling = None, config.routed_scaling_factor
+        groups = None
         if config.n_group > config.topk_group:
             groups = ExpertGroups(config.n_group, config.topk_group, 2 if config.is_v3 else 1)
-        if config.is_v3:
-            bias = self.router_bias
-            picked = sigmoid_topk(*args, groups=groups, scaling=scaling, chosen=chosen, bias=bias)
-        else:
-            picked = softmax_topk(*args, groups=groups, scaling=scaling, chosen=chosen)
-        ids, weights, scores = picked
+        ids, weights, scores = score_topk(
+            logits,
+            config.num_experts_per_tok,
+            config.norm_topk_prob,
+            sigmoid=config.is_v3,
+            groups=groups,
+            scaling=config.routed_scaling_factor,
+            chosen=chosen,
+            bias=self.router_bias if config.is_v3 else None,
+        )
         if config.n_shared_experts:
             residual = residual + self._mlp(tokens, None)
         routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits)

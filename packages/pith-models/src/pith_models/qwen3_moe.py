@@ -24,7 +24,7 @@ from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
 from pith_ops.rope import Yarn, apply_rope
-from pith_ops.routing import router_logits, softmax_topk
+from pith_ops.routing import router_logits, score_topk
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
@@ -181,7 +181,7 @@ class Qwen3MoeLayer(nn.Module):
         if not self.num_local_experts:
             return tokens, residual, None
         logits = router_logits(tokens, self.router)
-        ids, weights, scores = softmax_topk(
+        ids, weights, scores = score_topk(
             logits, config.num_experts_per_tok, config.norm_topk_prob, chosen=chosen
         )
         routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits)

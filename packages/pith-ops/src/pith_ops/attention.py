@@ -12,11 +12,9 @@ over *all* keys, a backward over some yields their share of the gradients: ring 
 rest on that. A query that sees nothing gives 0 and LSE -inf.
 
 `REFERENCE` holds all S x K scores; `FLASH` is torch's FlashAttention-2 (Dao 2023, arXiv 2307.08691)
-on CUDA and its counterpart on CPUs; `CUDNN` is cuDNN's.
-
-The trap: below torch's public interface nothing is checked. When S and K differ, cuDNN and torch's
-CPU operator align the mask at the top left; a query without keys gets +inf, -inf or a finite LSE;
-cuDNN fills fp32 outputs with NaN. Hence `ATTENTION_TABLE`.
+or its counterpart for CPUs. The trap: below torch's public interface nothing is checked. When S and
+K differ, cuDNN and the CPU operator align the mask at the top left; a query without keys gets +inf,
+-inf or a finite LSE; cuDNN fills fp32 outputs with NaN. Hence `ATTENTION_TABLE`.
 """
 
 from collections.abc import Sequence
@@ -54,18 +52,18 @@ class Visibility:
     window: int | None = None
     """The query's own key and `window - 1` before it, or None."""
     offsets: tuple[Tensor, Tensor] | None = None
-    """`[N + 1]` int32, ascending from 0 to `B * S` and `B * K`, of segments that see themselves
-    only; None for the sequences."""
+    """`[N + 1]` int32, from 0 to `B * S` and `B * K`, of segments that see themselves only; None
+    for the sequences."""
 
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or not self.causal):
             raise ValueError(
-                f"attention window {self.window}, causal {self.causal}: a window is at least 1 and "
-                "causal, or None"
+                f"attention window {self.window}, causal {self.causal}: a window is at least 1, "
+                "and causal"
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Capability:
     """What a backend can do on some devices."""
 
@@ -82,17 +80,13 @@ _GPUS = (DeviceColumn.SM_90, DeviceColumn.SM_100)  # The first ran on an H200, t
 
 ATTENTION_TABLE: tuple[_Capability, ...] = (
     _Capability(
-        backend=AttentionBackend.CUDNN,
-        columns=_GPUS,
-        other_value_dim=True,
-        any_mask=False,
-        deterministic=False,
+        AttentionBackend.CUDNN, _GPUS, other_value_dim=True, any_mask=False, deterministic=False
     ),
-    _Capability(backend=AttentionBackend.FLASH, columns=_GPUS),
+    _Capability(AttentionBackend.FLASH, _GPUS),
     _Capability(
-        backend=AttentionBackend.FLASH,
-        columns=(DeviceColumn.CPU,),
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        AttentionBackend.FLASH,
+        (DeviceColumn.CPU,),
+        (torch.float64, torch.float32, torch.bfloat16, torch.float16),
         any_head_dim=True,
     ),
 )
@@ -108,10 +102,7 @@ def choose_attention_backend(
     *,
     window: bool = False,
 ) -> AttentionBackend:
-    """The backend of that name, or with "auto" the first that can; else a ValueError.
-
-    `packed`: with document offsets.
-    """
+    """The backend of that name, or with "auto" the first that can; else a ValueError."""
     violations = {
         backend.value: attention_violations(
             backend, device, dtype, head_dim, value_dim, packed=packed, window=window
@@ -120,14 +111,11 @@ def choose_attention_backend(
     }
     able = [name for name, found in violations.items() if not found]
     requested = able[0] if requested == "auto" else requested
-    if requested not in violations:
+    if requested not in able:
+        found = violations.get(requested, [f"unknown; allowed: auto, {', '.join(violations)}"])
         raise ValueError(
-            f"attention backend {requested!r}: unknown; allowed: auto, {', '.join(violations)}"
-        )
-    if violations[requested]:
-        raise ValueError(
-            f"attention backend {requested!r}: {'; '.join(violations[requested])}; use 'auto' or "
-            f"one that can: {', '.join(able)}"
+            f"attention backend {requested!r}: {'; '.join(found)}; use 'auto' or one that can: "
+            f"{', '.join(able)}"
         )
     return AttentionBackend(requested)
 
@@ -143,14 +131,13 @@ def attention_violations(
     window: bool = False,
     more_keys: bool = False,
 ) -> list[str]:
-    """What `backend` cannot do of what is asked; `more_keys` than causal queries."""
+    """What `backend` cannot do; `packed` with document offsets, `more_keys` than causal queries."""
     if backend is AttentionBackend.REFERENCE:
         return []
     rows = {
         column: row for row in ATTENTION_TABLE if row.backend is backend for column in row.columns
     }
-    column = device_column(device)
-    if column not in rows:
+    if (column := device_column(device)) not in rows:
         return [f"device {device} is none of {', '.join(column.value for column in rows)}"]
     row = rows[column]
     violations = []
@@ -161,10 +148,10 @@ def attention_violations(
             violations.append(f"{name} {dim} is no multiple of 8 up to 256")
     if value_dim != head_dim and not row.other_value_dim:
         violations.append(f"value_dim {value_dim} differs from head_dim {head_dim}")
-    if not row.any_mask:
-        asked = {"document offsets": packed, "sliding window": window}
-        asked["more keys than queries"] = more_keys
-        violations += [f"it takes no {name}" for name, is_asked in asked.items() if is_asked]
+    masks = {"document offsets": packed, "sliding window": window}
+    for name, is_asked in {**masks, "more keys than queries": more_keys}.items():
+        if is_asked and not row.any_mask:
+            violations.append(f"it takes no {name}")
     return violations
 
 
@@ -178,12 +165,12 @@ def attention(
     sinks: Tensor | None = None,
     backend: AttentionBackend,
 ) -> tuple[Tensor, Tensor]:
-    """Attention under `visibility`, causal within sequences by default.
+    """`query [B, S, Hq, D]`, `key [B, K, Hkv, D]`, `value [B, K, Hkv, Dv]` -> output
+    `[B, S, Hq, Dv]` in their dtype, LSE `[B, Hq, S]` in fp32 or float64, which only `REFERENCE`
+    differentiates.
 
-    `query [B, S, Hq, D]`, `key [B, K, Hkv, D]`, `value [B, K, Hkv, Dv]` -> output `[B, S, Hq, Dv]`
-    in their dtype, LSE `[B, Hq, S]` in fp32 or float64, which only `REFERENCE` differentiates.
-    `scale` None is `D ** -0.5`; `sinks [Hq]` are logits without a value. A ValueError says what
-    does not fit or what the backend cannot do.
+    `scale` None is `D ** -0.5`, `visibility` None causal within sequences; `sinks [Hq]` are logits
+    without a value. A ValueError says what does not fit or what the backend cannot do.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     settings = {"scale": scale, "visibility": visibility or Visibility(), "backend": backend}
@@ -230,8 +217,7 @@ def attention_forward(
             )
             return out.transpose(1, 2), lse.squeeze(-1)
         case AttentionBackend.FLASH if query.is_cuda:
-            tensors = (query, key, value)
-            rows, settings, window = _flash_arguments(tensors, query, key, visibility)
+            rows, settings, window = _flash_arguments((query, key, value), query, key, visibility)
             out, lse, *_ = torch.ops.aten._flash_attention_forward(
                 *rows, *settings, False, scale=scale, **window
             )
@@ -399,10 +385,10 @@ def _check_operands(
         )
     for offsets, length in zip(visibility.offsets or (), (q[1], k[1]), strict=False):
         _check_offsets(offsets, q[0] * length)
-    packed, window = visibility.offsets is not None, visibility.window is not None
+    packed = visibility.offsets is not None
     more = k[1] - q[1] if visibility.causal and not packed else 0
-    asked = {"packed": packed, "window": window, "more_keys": more > 0}
-    violations = attention_violations(backend, query.device, query.dtype, q[3], v[3], **asked)
+    masks = {"packed": packed, "window": visibility.window is not None, "more_keys": more > 0}
+    violations = attention_violations(backend, query.device, query.dtype, q[3], v[3], **masks)
     if more < 0 and backend is not AttentionBackend.REFERENCE:
         violations.append(
             f"{q[1]} queries, {k[1]} keys: some see none, which only 'reference' takes"
@@ -443,7 +429,7 @@ def _visible_keys(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor:
 
 
 def _cpu_mask(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[bool, Tensor | None]:
-    """Whether torch's operator hides later keys itself; else a mask `[B or 1, 1, S, K]`."""
+    """Whether torch hides later keys itself; else a mask `[B or 1, 1, S, K]`."""
     square = query.shape[1] == key.shape[1] or not visibility.causal
     if square and visibility.window is None and visibility.offsets is None:
         return visibility.causal, None
@@ -454,7 +440,7 @@ def _cpu_mask(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[bool,
 def _flash_arguments(
     tensors: Sequence[Tensor], query: Tensor, key: Tensor, visibility: Visibility
 ) -> tuple[list[Tensor], tuple[Any, ...], dict[str, int]]:
-    """Tensors, as rows of tokens if there are offsets; settings; keys before and after or -1."""
+    """Tensors (rows of tokens if there are offsets), settings, keys before and after or -1."""
     offsets, causal = visibility.offsets, visibility.causal
     rows = [x if offsets is None else x.flatten(0, 1) for x in tensors]
     left = -1 if visibility.window is None else visibility.window - 1

@@ -7,12 +7,11 @@ For token t with target y, logits z = W h_t:
 
 For 32,768 tokens and 151,936 words these would take 20 GB in fp32, their gradient as much again.
 Here `chunk_tokens` rows at a time are projected, turned into `dz` and used up: the forward computes
-both gradients for an upstream gradient of 1, the backward scales them. `dW` is kept in the
-accumulation dtype, `dz` in that of the operands. The trap: the result is the *sum* of token losses;
-only the caller knows the targets of the global batch.
+both gradients for an upstream gradient of 1, the backward scales them. `dW` is in the accumulation
+dtype, `dz` in that of the operands. The trap: the result is the *sum* of token losses; only the
+caller knows the targets of the global batch.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,10 +35,18 @@ def linear_cross_entropy(
     `hidden [T, H]`, `weight [V, H]` of one dtype, `targets [T]` int64 in 0..V-1 or `ignore_index`;
     else a ValueError.
     """
-    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, chunk_tokens)
-    chunks = _chunks(hidden, weight, targets, chunk_tokens)
-    return torch.cat([_softmax_parts(rows, weight, y, ignore_index)[0] for rows, y in chunks]).sum()
+    fit = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
+    if not fit or targets.shape != hidden.shape[:1] or hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)} "
+            f"{weight.dtype}, targets {tuple(targets.shape)}: expected [T, H], [V, H] with the "
+            "same H, [T], one per row; dtypes must be equal"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens: {chunk_tokens} must be at least 1")
+    if not torch.is_grad_enabled():
+        hidden, weight = hidden.detach(), weight.detach()
+    return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, chunk_tokens)
 
 
 def linear_cross_entropy_reference(
@@ -62,30 +69,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
     ) -> Tensor:
         dtype = accumulation_dtype(hidden.dtype)
+        fused = hidden.is_cuda and hidden.dtype != dtype  # GEMMs that give their fp32 sums
         loss = hidden.new_zeros((), dtype=dtype)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         start = 0
-        for rows, labels in _chunks(hidden, weight, targets, chunk_tokens):
-            losses, exponentials, sums = _softmax_parts(rows, weight, labels, ignore_index)
-            loss += losses.sum()
+        for rows, labels in zip(
+            hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True
+        ):
+            if fused:
+                logits = torch.mm(rows, weight.t(), out_dtype=dtype)
+            else:
+                logits = rows.to(dtype) @ weight.t().to(dtype)
+            logits -= logits.amax(1, keepdim=True)
             counted = (labels != ignore_index)[:, None]
-            places, scale = labels[:, None].where(counted, 0), counted / sums
-            at_target = exponentials.gather(1, places) * scale - counted.to(dtype)
-            # Scaled and rounded in one pass: passes over [C, V] cost as much as the GEMMs.
-            same = rows.dtype == dtype
-            grads = exponentials if same else torch.empty_like(exponentials, dtype=rows.dtype)
-            torch.mul(exponentials, scale, out=grads)
-            grads.scatter_(1, places, at_target.to(grads.dtype))
+            places = labels[:, None].where(counted, 0)
+            target = logits.gather(1, places)
+            grads = exponentials = logits.exp_()
+            sums = exponentials.sum(1, keepdim=True)
+            loss += (sums.log() - target).where(counted, 0).sum()
+            if any(ctx.needs_input_grad):
+                scale = counted / sums
+                at_target = exponentials.gather(1, places) * scale - counted.to(dtype)
+                if rows.dtype != dtype:
+                    grads = torch.empty_like(exponentials, dtype=rows.dtype)
+                # Scaled and rounded in one pass: passes over [C, V] cost as much as the GEMMs.
+                torch.mul(exponentials, scale, out=grads)
+                grads.scatter_(1, places, at_target.to(grads.dtype))
             if grad_hidden is not None:
                 torch.mm(grads, weight, out=grad_hidden[start : start + len(rows)])
-            if grad_weight is not None and rows.is_cuda and not same:
+            if grad_weight is not None and fused:
                 torch.addmm(grad_weight, grads.t(), rows, out_dtype=dtype, out=grad_weight)
             elif grad_weight is not None:
                 grad_weight.addmm_(grads.t().to(dtype), rows.to(dtype))
             start += len(rows)
             # Else this chunk stays beside the next one's logits.
-            del exponentials, grads
+            del logits, exponentials, grads
         ctx.gradients = grad_hidden, grad_weight
         return loss
 
@@ -97,34 +116,3 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("linear_cross_entropy: its backward runs once; its buffers are gone")
         return *(g if g is None else g.mul_(upstream) for g in gradients), None, None, None
-
-
-def _softmax_parts(
-    rows: Tensor, weight: Tensor, labels: Tensor, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses `[C]`, `exp(z - max)` `[C, V]` and its row sums `[C, 1]`."""
-    ignored, dtype = labels == ignore_index, accumulation_dtype(rows.dtype)
-    if rows.is_cuda and rows.dtype != dtype:
-        logits = torch.mm(rows, weight.t(), out_dtype=dtype)  # the GEMM's fp32 sums, unrounded
-    else:
-        logits = rows.to(dtype) @ weight.t().to(dtype)
-    logits -= logits.amax(1, keepdim=True)
-    target = logits.gather(1, labels.masked_fill(ignored, 0)[:, None])
-    exponentials = logits.exp_()
-    sums = exponentials.sum(1, keepdim=True)
-    return (sums.log() - target)[:, 0].masked_fill(ignored, 0), exponentials, sums
-
-
-def _chunks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    fit = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
-    if not fit or targets.shape != hidden.shape[:1] or hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)} "
-            f"{weight.dtype}, targets {tuple(targets.shape)}: expected [T, H], [V, H] with the "
-            "same H, [T], one per row; dtypes must be equal"
-        )
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens: {chunk_tokens} must be at least 1")
-    return zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)

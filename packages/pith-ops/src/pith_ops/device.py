@@ -1,4 +1,4 @@
-"""Facts about the machine an operator runs on, never asked at import.
+"""Facts about the machine, never asked at import.
 
 A device without a column (older GPUs, consumer Blackwell, MPS) runs plain torch references only.
 The trap: vendors print the peak with sparsity, twice what training reaches.
@@ -25,7 +25,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def device_capability(index: int | None = None) -> tuple[int, int] | None:
-    """Compute capability of a CUDA device, None without CUDA."""
+    """That of a CUDA device, None without CUDA."""
     return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
 
 
@@ -42,11 +42,10 @@ def device_column(device: torch.device) -> DeviceColumn | None:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of a GPU in FLOP/s, None where it is not known."""
+    """Dense bf16 peak of a GPU in FLOP/s by the data sheet, None where it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    # Vendors' data sheets; the first that the name contains.
     sheet = (
         ("H100 PCIe", 756e12),
         ("H100 NVL", 835e12),

@@ -11,12 +11,12 @@ each (`ids [T, K]` int32, -1: sent nowhere). The way of one micro-batch:
               weighted_partial_sums   [P, H] -> [M, H], a partial sum per row received
     sender    sum_ranks         [N, H] returned -> [T, H]
 
-The gradient, sent as the tokens were, meets `weighted_partial_sums_backward`, the experts' dgrad,
+The gradient, sent as the tokens were, meets `weighted_partial_sums_backward`, the experts,
 `sum_pairs`, and at home `sum_ranks`, `sum_rank_weights`.
 
-Sums run in the accumulation dtype in a fixed order (experts, then ranks ascending) and are rounded
-once. The host never waits: the caller passes the sizes. The trap: "absent" is -1, a valid index;
-such rows are masked, never multiplied by 0, since 0 times NaN is NaN.
+Sums run in the accumulation dtype in ascending order (experts, then ranks) and are rounded once.
+The host never waits: the caller passes the sizes. The trap: "absent" is -1, a valid index; such
+rows are masked, never multiplied by 0, since 0 times NaN is NaN.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class DispatchPlan:
     send_ids: Tensor
     """`[N, K]`, local to the receiver, -1 for slots held elsewhere."""
     token_rows: Tensor
-    """`[T, R]`, row of a token for a rank or -1."""
+    """`[T, min(R, K)]`, rows of each token by ascending rank, then -1."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -69,9 +69,9 @@ def plan_dispatch(ids: Tensor, num_experts: int, num_ranks: int, num_rows: int) 
     """The sender's side; `num_rows` is N, the sum of column 0 of the counts."""
     needed = _needed_ranks(ids, num_experts, num_ranks).t()
     num_tokens, local = max(len(ids), 1), num_experts // num_ranks
-    # Rank-major running count: row n is where it first reaches n + 1.
+    # Rank-major count: row n is where it first reaches n + 1.
     reached = needed.flatten().cumsum(0, dtype=torch.int32)
-    token_rows = torch.where(needed, reached.view_as(needed) - 1, -1).t()
+    token_rows = torch.where(needed, reached.view_as(needed) - 1, num_rows).t()
     rows = torch.arange(1, num_rows + 1, dtype=torch.int32, device=ids.device)
     places = torch.searchsorted(reached, rows, out_int32=True)
     send_tokens, ranks = places % num_tokens, places // num_tokens
@@ -79,7 +79,7 @@ def plan_dispatch(ids: Tensor, num_experts: int, num_ranks: int, num_rows: int) 
     return DispatchPlan(
         send_tokens=send_tokens,
         send_ids=torch.where((send_ids >= 0) & (send_ids < local), send_ids, -1),
-        token_rows=token_rows.contiguous(),
+        token_rows=_ascending(token_rows, num_rows)[:, : ids.shape[1]],
     )
 
 
@@ -89,26 +89,23 @@ def send_weights(plan: DispatchPlan, weights: Tensor) -> Tensor:
 
 
 def plan_experts(received_ids: Tensor, sizes: Sequence[int]) -> ExpertPlan:
-    """The receiver's side; `sizes` are the pairs of each local expert (more: a ValueError)."""
+    """The receiver's side; a ValueError if `sizes`, pairs of each local expert, exceed the ids."""
     num_slots = received_ids.shape[1]
     if sum(sizes) > received_ids.numel():
         raise ValueError(
-            f"sizes: {list(sizes)} exceed {received_ids.numel()} slots; sum the received pair "
-            "counts over senders"
+            f"sizes: {list(sizes)} exceed {received_ids.numel()} slots; sum the counts received"
         )
     groups = Groups.from_sizes(sizes, received_ids.device)
-    absent = received_ids < 0
-    experts = torch.where(absent, len(sizes), received_ids).flatten()
+    experts = torch.where(received_ids < 0, len(sizes), received_ids).flatten()
     # Stable: rows ascend within an expert.
     order = experts.argsort(stable=True)
     positions = torch.empty_like(experts)
     positions[order] = torch.arange(len(order), dtype=experts.dtype, device=experts.device)
     pairs = order[: groups.total].to(torch.int32)
-    row_pairs = positions.view_as(received_ids).masked_fill(absent, -1)
     return ExpertPlan(
         pair_rows=pairs // num_slots,
         pair_slots=pairs % num_slots,
-        row_pairs=_present_first(row_pairs),
+        row_pairs=_ascending(positions.view_as(received_ids), groups.total),
         groups=groups,
     )
 
@@ -133,9 +130,9 @@ def weighted_partial_sums_backward(
     grad: Tensor, outputs: Tensor, received_weights: Tensor, plan: ExpertPlan
 ) -> tuple[Tensor, Tensor]:
     """`grad [M, H]` -> `w_e dy` `[P, H]`, `dy . y_e` `[M, K]`, 0 where held elsewhere."""
-    slots, dtype = (plan.pair_rows, plan.pair_slots), accumulation_dtype(outputs.dtype)
-    pair_grads = grad[plan.pair_rows].to(dtype)
-    grad_weights = torch.zeros(received_weights.shape, dtype=dtype, device=grad.device)
+    slots = plan.pair_rows, plan.pair_slots
+    pair_grads = grad[plan.pair_rows].to(accumulation_dtype(outputs.dtype))
+    grad_weights = torch.zeros_like(received_weights, dtype=pair_grads.dtype)
     grad_weights[slots] = (pair_grads * outputs).sum(1)
     pair_grads *= received_weights[slots][:, None]
     return pair_grads.to(outputs.dtype), grad_weights
@@ -143,9 +140,7 @@ def weighted_partial_sums_backward(
 
 def sum_ranks(returned: Tensor, plan: DispatchPlan) -> Tensor:
     """Sum each token's rows, partial sums or gradients."""
-    # At most K however large R is.
-    rows = _present_first(plan.token_rows)[:, : plan.send_ids.shape[1]]
-    return _sum_rows(returned, rows)
+    return _sum_rows(returned, plan.token_rows)
 
 
 def sum_rank_weights(grad_weights_rows: Tensor, plan: DispatchPlan) -> Tensor:
@@ -156,20 +151,16 @@ def sum_rank_weights(grad_weights_rows: Tensor, plan: DispatchPlan) -> Tensor:
 def _needed_ranks(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     """`[T, R]` bool: whether a rank holds one of a token's experts."""
     if num_ranks < 1 or num_experts % num_ranks:
-        divisors = [r for r in range(1, num_experts + 1) if num_experts % r == 0]
-        raise ValueError(
-            f"num_ranks: {num_ranks} does not divide {num_experts} experts; use one of {divisors}"
-        )
+        raise ValueError(f"num_ranks: {num_ranks}; use a divisor of the {num_experts} experts")
     ranks = torch.where(ids < 0, num_ranks, ids // (num_experts // num_ranks))
     needed = ids.new_zeros(len(ids), num_ranks + 1, dtype=torch.bool)
     return needed.scatter_(1, ranks.long(), True)[:, :num_ranks]
 
 
-def _present_first(positions: Tensor) -> Tensor:
-    """Each row of `[A, B]` int32 ascending, the -1 entries behind."""
-    last = torch.iinfo(positions.dtype).max
-    ascending = positions.masked_fill(positions < 0, last).sort(1).values
-    return ascending.masked_fill(ascending == last, -1)
+def _ascending(positions: Tensor, end: int) -> Tensor:
+    """Rows of `[A, B]` sorted, -1 in place of `end` and more."""
+    positions = positions.sort(1).values
+    return positions.masked_fill(positions >= end, -1)
 
 
 def _sum_rows(source: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:

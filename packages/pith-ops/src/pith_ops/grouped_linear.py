@@ -6,9 +6,9 @@ Group g holds rows `offsets[g - 1] : offsets[g]`. Forward, dgrad and wgrad are o
     dx [P, in]      = dy [P, out] . W       per group
     dW [G, out, in] = dy^T . x              per group, zeros for a group without rows
 
-by torch's `grouped_mm` on CUDA in bf16, by a loop elsewhere. A bias is added to each group's rows;
-its gradient is summed in fp32 or wider. The trap: rows past the last group (padding) may hold NaN,
-and `grouped_mm` leaves their outputs unwritten; here they are zeros.
+by torch's `grouped_mm` on CUDA in bf16, by a loop elsewhere. The gradient of a bias is summed in
+fp32 or wider. The trap: rows past the last group (padding) may hold NaN, and `grouped_mm` leaves
+their outputs unwritten; here they are zeros.
 """
 
 from collections.abc import Sequence
@@ -60,8 +60,8 @@ def grouped_linear(
 ) -> Tensor:
     """`x [P, in]` in group order, P >= `groups.total`, `weight [G, out, in]` -> `[P, out]`.
 
-    `weight_grads` takes the weight gradient, autograd that of `bias [G, out]` (fp32, or as `x`). A
-    ValueError says what does not fit.
+    `weight_grads` takes the weight gradient, autograd that of `bias [G, out]`. A ValueError says
+    what does not fit.
     """
     fit = weight.ndim == 3 and x.ndim == 2 and x.shape[1] == weight.shape[2]
     fit = fit and len(groups.sizes) == len(weight) and groups.total <= len(x)
@@ -73,15 +73,12 @@ def grouped_linear(
         )
     if x.is_cuda and x.dtype == torch.bfloat16 and (weight.shape[1] % 8 or weight.shape[2] % 8):
         raise ValueError(
-            f"weight {tuple(weight.shape)}: bf16 on CUDA needs `out` and `in` in multiples of 8; "
-            "else use fp32"
+            f"weight {tuple(weight.shape)}: bf16 on CUDA needs multiples of 8; else use fp32"
         )
-    if bias is not None and (
-        bias.shape != weight.shape[:2] or bias.dtype not in (torch.float32, x.dtype)
-    ):
+    shape, dtypes = tuple(weight.shape[:2]), (torch.float32, x.dtype)
+    if bias is not None and (bias.shape != shape or bias.dtype not in dtypes):
         raise ValueError(
-            f"bias {tuple(bias.shape)} {bias.dtype}: expected [G, out] = {tuple(weight.shape[:2])} "
-            f"in torch.float32 or {x.dtype}"
+            f"bias {tuple(bias.shape)} {bias.dtype}: expected [G, out] = {shape} in {dtypes}"
         )
     return _GroupedLinear.apply(x, weight, groups, weight_grads, bias)
 

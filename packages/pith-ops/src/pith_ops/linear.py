@@ -2,9 +2,8 @@
 
     y = x W^T + b        dx = dy W        dW = dy^T x        db = sum over rows of dy
 
-Without a queue this is torch's own; with one, the backward pushes the facts of `dW`
-(`weight_grad.py` says why). The trap: autograd then reports no gradient for the weight, and a
-computed one (a cast, a slice) could not receive what comes later.
+Without a queue this is torch's own; with one, the backward pushes the facts of `dW` (why:
+`weight_grad.py`). The trap: a computed weight (a cast, a slice) could not receive what comes later.
 """
 
 from typing import Any
@@ -31,8 +30,7 @@ def linear(
         return functional.linear(x, weight, bias)
     if not weight.is_leaf:
         raise ValueError(
-            f"linear: the weight {list(weight.shape)} is computed: pass the parameter itself or "
-            "weight_grads=None"
+            f"linear: the weight {list(weight.shape)} is computed: pass the parameter, or no queue"
         )
     return _DeferredLinear.apply(x, weight, bias, weight_grads)
 

@@ -6,8 +6,8 @@ The trap: `x * rstd`, in the accumulation dtype, is rounded to x's dtype *before
 weight, as in most released models; in bf16 a third of torch's outputs differ in the last bit.
 GPT-OSS rounds the product alone (`rounds_once`).
 
-Plain autograd would keep three tensors of x's shape; here it keeps x and rstd, one number a row.
-With `n = x * rstd` and `g = weight * dy`:
+Plain autograd would keep three tensors of x's shape; here x and rstd are kept. With `n = x * rstd`
+and `g = weight * dy`:
 
     dx = rstd * (g - n * mean(g * n))        d_weight = sum over rows of dy * n
 """
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False
     """`x [..., H]` normalised, times `weight [H]`; x's shape and dtype."""
     if weight.shape != x.shape[-1:]:
         raise ValueError(
-            f"rms_norm: weight has shape {list(weight.shape)}; it must be {[x.shape[-1]]} as in x"
+            f"rms_norm: weight has shape {list(weight.shape)}; it must be {[x.shape[-1]]}"
         )
     return _RmsNorm.apply(x, weight, eps, rounds_once)
 

@@ -8,14 +8,14 @@ by the phase `position * inv_freq[i]`:
     out[i + D/2] = x[i + D/2] * cos + x[i] * sin
 
 YaRN (Peng et al. 2023, arXiv 2309.00071) divides frequencies of few turns in the original context
-by `factor`; i(r) is the index of the one with r turns:
+by `factor`; that of index i(r) makes r turns:
 
     i(r)     = D ln(original / (2 pi r)) / (2 ln theta)
     ramp     = clamp((i - i(beta_fast)) / (i(beta_slow) - i(beta_fast)), 0, 1)
     inv_freq = inv_freq * (1 - ramp) + inv_freq / factor * ramp
 
-The traps: bf16 cannot represent all positions above 256, so all is in fp32 or wider, rounded once
-at the end; GPT-OSS does not `truncate` i(beta_fast) and i(beta_slow).
+The traps: bf16 does not hold all positions above 256, so all is in fp32 or wider, rounded once;
+GPT-OSS does not `truncate` i(beta_fast) and i(beta_slow).
 """
 
 import math
@@ -27,10 +27,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN, its fields named as by Hugging Face."""
+    """Fields named as by Hugging Face."""
 
     factor: float
-    """Longest context over the original one."""
+    """Longest context over the original."""
     original_max_position_embeddings: int
     """In tokens."""
     beta_fast: float = 32.0
@@ -38,7 +38,7 @@ class Yarn:
     beta_slow: float = 1.0
     """Turns up to which they are divided."""
     mscale: float | None = None
-    """DeepSeek's coefficient in `table_scale`; None or 0: none."""
+    """DeepSeek's, in `table_scale`; None or 0: none."""
     mscale_all_dim: float | None = None
     """That in `softmax_scale`."""
     attention_factor: float | None = None
@@ -53,7 +53,7 @@ class Yarn:
         ramped, scaled = 0 < slow < fast < math.inf, scale is None or 0 < scale < math.inf
         mscales = self.mscale or 0, self.mscale_all_dim or 0
         # About one mscale alone DeepSeek's code and transformers disagree.
-        paired = mscales == (0, 0) or all(0 < mscale < math.inf for mscale in mscales)
+        paired = mscales == (0, 0) or 0 < min(mscales) <= max(mscales) < math.inf
         rules = (
             (1 <= factor < math.inf, f"factor = {factor}: must be finite and at least 1"),
             (length >= 1, f"original_max_position_embeddings = {length}: must be at least 1"),
@@ -65,7 +65,7 @@ class Yarn:
 
     @property
     def table_scale(self) -> float:
-        """`scale` of `rope_table`."""
+        """That of `rope_table`."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -117,12 +117,11 @@ def rope_frequencies(
 def rope_table(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """`scale` times cosine and sine for `positions [T]`: `[T, D/2]` in `inv_freq`'s dtype."""
     phases = positions.to(inv_freq.dtype)[:, None] * inv_freq
-    cos, sin = phases.cos(), phases.sin()
-    return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
+    return phases.cos() * scale, phases.sin() * scale
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate `x [T, h, D]`, of either layout, by `cos, sin [T, D/2]`; autograd never keeps `x`."""
+    """Rotate `x [T, h, D]` by `cos, sin [T, D/2]`; autograd never keeps `x`."""
     pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1))
     dim = -1 if interleaved else -2
     first, second = pairs.unbind(dim)

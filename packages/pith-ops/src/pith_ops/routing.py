@@ -1,17 +1,16 @@
 """Top-k gates: which experts a token goes to, and with what weight.
 
-    s = softmax(x W^T)            scores over all N experts
+    s = softmax(x W^T)            scores over all N experts, or sigmoids (DeepSeek-V3)
     ids = the K largest           ties go to the lower expert id; of s + bias, where there is one
     w = s[ids]                    or s[ids] / sum(s[ids]) with `normalise` (`norm_topk_prob`)
 
-times `scaling` either way. That is Qwen3-MoE and DeepSeek-V2; V3 (arXiv 2412.19437) takes sigmoids,
-GPT-OSS the softmax of the chosen logits. All return ids int32 `[T, K]`, best first, weights
-`[T, K]` and scores for balancing `[T, N]`, whose rows sum to 1.
+times `scaling` either way; GPT-OSS takes the softmax of the chosen logits. All return ids int32
+`[T, K]`, best first, weights `[T, K]` and scores for balancing `[T, N]`, whose rows sum to 1.
 
-All runs in the accumulation dtype, autocast or not: neighbouring experts often differ by less than
-a bf16 step. The traps: `torch.topk` promises no order among ties, a stable sort does; experts of an
-excluded group filled with 0 would win over negative biased scores. A recomputed forward is handed
-the ids of the first: its logits may round otherwise.
+All runs in the accumulation dtype, autocast or not: experts often differ by less than a bf16 step.
+The traps: `torch.topk` promises no order among ties, a stable sort does; experts of an excluded
+group filled with 0 would win over negative biased scores; a recomputed forward is handed the ids of
+the first, since its logits may round otherwise.
 """
 
 import math
@@ -31,7 +30,7 @@ class ExpertGroups:
     num_groups: int
     """Groups of neighbouring experts."""
     num_chosen: int
-    """Of them for a token; ties go to the lower."""
+    """Of them, for a token."""
     best: int
     """Experts whose scores make a group's: 1 in V2, 2 in V3."""
 
@@ -44,49 +43,39 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         return functional.linear(x.to(dtype), weight.to(dtype), bias)
 
 
-def softmax_topk(
+def score_topk(
     logits: Tensor,
     top_k: int,
     normalise: bool,
     *,
+    sigmoid: bool = False,
     groups: ExpertGroups | None = None,
     scaling: float = 1.0,
     chosen: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From `logits [T, N]`.
+    """From `logits [T, N]`; `bias [N]` is added for the choice alone (arXiv 2408.15664).
 
-    `bias [N]` is added to the scores for the choice alone (arXiv 2408.15664); `chosen` ids are
-    taken as they are. A ValueError refuses `top_k`, `chosen` or `groups` that do not fit.
+    `chosen` ids are taken as they are. A ValueError refuses `top_k`, `chosen` or `groups` that do
+    not fit.
     """
     logits = logits.to(accumulation_dtype(logits.dtype))
-    scores = logits.softmax(1)
+    scores = logits.sigmoid() if sigmoid else logits.softmax(1)
     ids = _choose(logits, scores, top_k, groups, chosen, bias)
-    return ids.to(torch.int32), _weigh(scores, ids, normalise, scaling), scores
-
-
-def sigmoid_topk(
-    logits: Tensor,
-    top_k: int,
-    normalise: bool,
-    *,
-    groups: ExpertGroups | None = None,
-    scaling: float = 1.0,
-    chosen: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `softmax_topk` of sigmoids, the scores being these over their sum."""
-    logits = logits.to(accumulation_dtype(logits.dtype))
-    gates = logits.sigmoid()
-    ids = _choose(logits, gates, top_k, groups, chosen, bias)
-    scores = gates / (gates.sum(1, keepdim=True) + _TINY)
-    return ids.to(torch.int32), _weigh(gates, ids, normalise, scaling), scores
+    weights = scores.gather(1, ids)
+    if normalise:
+        weights = weights / (weights.sum(1, keepdim=True) + _TINY)
+    if scaling != 1:
+        weights = weights * scaling
+    if sigmoid:
+        scores = scores / (scores.sum(1, keepdim=True) + _TINY)
+    return ids.to(torch.int32), weights, scores
 
 
 def topk_softmax(
     logits: Tensor, top_k: int, *, chosen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `softmax_topk`, weights being the softmax over the chosen logits."""
+    """As `score_topk`, weights being the softmax over the chosen logits."""
     logits = logits.to(accumulation_dtype(logits.dtype))
     scores = logits.softmax(1)
     ids = _choose(logits, scores, top_k, None, chosen, None)
@@ -95,13 +84,6 @@ def topk_softmax(
 
 _TINY = 1e-20
 """DeepSeek's guard against sums of zero; in others it rounds away."""
-
-
-def _weigh(scores: Tensor, ids: Tensor, normalise: bool, scaling: float) -> Tensor:
-    weights = scores.gather(1, ids)
-    if normalise:
-        weights = weights / (weights.sum(1, keepdim=True) + _TINY)
-    return weights if scaling == 1 else weights * scaling
 
 
 @torch.no_grad()
@@ -113,7 +95,7 @@ def _choose(
     chosen: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Ids int64 `[T, K]`; `scores [T, N]` grow with `logits`."""
+    """Ids int64 `[T, K]`."""
     num_tokens, num_experts = logits.shape
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k: {top_k} is not between 1 and the {num_experts} experts")
@@ -121,12 +103,11 @@ def _choose(
         if chosen.shape != (num_tokens, top_k):
             raise ValueError(f"chosen: {list(chosen.shape)} is not {[num_tokens, top_k]}, [T, K]")
         return chosen.long()
-    # Not scores where logits do: scores that underflow or round would tie.
-    keys = logits
     if bias is not None:
         keys = scores + bias
-    elif groups is not None and groups.best > 1:
-        keys = scores
+    else:
+        # Not scores where logits do: scores that underflow or round would tie.
+        keys = scores if groups is not None and groups.best > 1 else logits
     if groups is not None:
         keys = _mask_groups(keys, top_k, groups)
     return keys.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
@@ -136,12 +117,8 @@ def _mask_groups(keys: Tensor, top_k: int, groups: ExpertGroups) -> Tensor:
     """-inf for experts outside the chosen groups."""
     num_experts = keys.shape[1]
     size, rest = divmod(num_experts, max(groups.num_groups, 1))
-    if (
-        rest
-        or not 1 <= groups.num_chosen <= groups.num_groups
-        or not 1 <= groups.best <= size
-        or groups.num_chosen * size < top_k
-    ):
+    fit = not rest and 1 <= groups.num_chosen <= groups.num_groups and 1 <= groups.best <= size
+    if not fit or groups.num_chosen * size < top_k:
         raise ValueError(
             f"groups: {groups} does not fit {num_experts} experts, top_k {top_k}: num_groups must "
             "divide the experts, num_chosen hold top_k, best be from 1 to a group's size"

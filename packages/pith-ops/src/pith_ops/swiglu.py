@@ -1,7 +1,6 @@
 """SwiGLU (Shazeer 2020, arXiv 2002.05202): `silu(gate) * up` with `silu(z) = z * sigmoid(z)`.
 
-Plain autograd would keep `silu(gate)` besides `gate_up [..., 2I]`; here the backward computes it
-once more:
+Plain autograd would keep `silu(gate)` besides `gate_up`; here the backward computes it once more:
 
     d_up = dy * silu(gate)        d_gate = dy * up * s * (1 + gate * (1 - s)),  s = sigmoid(gate)
 

@@ -5,8 +5,8 @@
 
 With a queue the backward of `linear` or `grouped_linear` returns `dx` and pushes the facts of `dW`:
 a zero-bubble pipeline runs them in its bubbles (Qi et al., arXiv 2401.10241), an overlapped one
-under an all-to-all. The trap: autograd never sees these gradients and fires no hooks; drain the
-queue before reading `weight.grad`, which may be a preset fp32 buffer of a bf16 weight.
+under an all-to-all. The trap: autograd never sees these gradients and fires no hooks; flush before
+reading `weight.grad`, which may be a preset fp32 buffer of a bf16 weight.
 """
 
 from collections import deque
