@@ -96,16 +96,18 @@ def plan_experts(received_ids: Tensor, sizes: Sequence[int]) -> ExpertPlan:
             f"sizes: {list(sizes)} exceed {received_ids.numel()} slots; sum the counts received"
         )
     groups = Groups.from_sizes(sizes, received_ids.device)
-    experts = torch.where(received_ids < 0, len(sizes), received_ids).flatten()
+    absent = received_ids < 0
+    experts = received_ids.masked_fill(absent, len(sizes)).flatten()
     # Stable: rows ascend within an expert.
     order = experts.argsort(stable=True)
     positions = torch.empty_like(experts)
     positions[order] = torch.arange(len(order), dtype=experts.dtype, device=experts.device)
     pairs = order[: groups.total].to(torch.int32)
+    row_pairs = positions.view_as(received_ids).masked_fill(absent, len(order))
     return ExpertPlan(
         pair_rows=pairs // num_slots,
         pair_slots=pairs % num_slots,
-        row_pairs=_ascending(positions.view_as(received_ids), groups.total),
+        row_pairs=_ascending(row_pairs, len(order)),
         groups=groups,
     )
 
