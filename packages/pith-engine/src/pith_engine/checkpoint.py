@@ -1,6 +1,6 @@
 """Checkpoints: saved by every rank in parallel, independent of the mesh, complete or invisible.
 
-A checkpoint is a folder `step-00000100` in PyTorch's DCP format. Its tensors carry canonical names
+A folder `step-00000100` in PyTorch's DCP format, with canonical names
 (`model.layers.3.q_proj`, `optimizer.exp_avg.layers.3.q_proj`) and global shapes; each rank writes
 its blocks at their true offsets, so any mesh reads what any other wrote. To save:
 
@@ -21,8 +21,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from math import prod
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from platform import python_version
 from typing import Any
@@ -47,7 +46,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from pith_engine.fsdp import ShardedParameter, canonical_blocks
+from pith_engine.fsdp import CanonicalBlock, ShardedParameter, canonical_blocks
 from pith_engine.mesh import Mesh
 from pith_engine.muon import Muon
 from pith_engine.optim import AdamW
@@ -60,7 +59,7 @@ _LEFT_NAME = re.compile(r"step-\d{8}\.(tmp|deleted)")
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """One file of a checkpoint."""
+    """One file."""
 
     size: int
     """Bytes."""
@@ -84,24 +83,6 @@ class Manifest:
     """Of Python and torch."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredBlock:
-    """A rectangular part of one stored tensor."""
-
-    key: str
-    """The tensor's name."""
-    shape: tuple[int, ...]
-    """The tensor's."""
-    offsets: tuple[int, ...]
-    """Where the block starts."""
-    sizes: tuple[int, ...]
-    """The block's shape."""
-    dtype: torch.dtype
-    """The tensor's."""
-    read: Callable[[], Tensor]
-    """Gives the block when written: one at a time is in memory."""
-
-
 def save_checkpoint(
     folder: Path,
     step: int,
@@ -110,18 +91,26 @@ def save_checkpoint(
     run: Mapping[str, Any],
     mesh: Mesh,
 ) -> Path:
-    """Save weights, moments and `run` (rank 0's) as `folder/step-<step>`, and return it.
+    """All ranks save weights, moments and `run` (rank 0's) as `folder/step-<step>`, returned.
 
-    All ranks call it; earlier checkpoints survive any failure. CheckpointException on every rank,
-    OSError of the folder or the manifest on rank 0 alone.
+    Earlier ones survive any failure: a CheckpointException on every rank, or rank 0's OSError.
     """
     written = [p for p in parameters if p.replicas.rank == 0]  # replicas hold the same bits
-    return _commit(folder, step, _blocks(written, optimizer), run, mesh, has_optimizer=True)
+    return _commit(folder, step, _blocks(written, optimizer), run, mesh)
 
 
-def write_checkpoint(folder: Path, step: int, blocks: Sequence[StoredBlock], run: dict) -> Path:
-    """Save whole tensors `model.*` from one process: an import."""
-    return _commit(folder, step, blocks, run, Mesh.single(), has_optimizer=False)
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    blocks: Sequence[CanonicalBlock],
+    read: Callable[[str], Tensor],
+    run: Mapping[str, Any],
+) -> Path:
+    """Save blocks `model.*`, on the meta device, from one process: an import.
+
+    `read` gives a block by name when it is written, so that one at a time is in memory.
+    """
+    return _commit(folder, step, blocks, run, Mesh.single(), read)
 
 
 def find_checkpoint(folder: Path) -> Path | None:
@@ -159,7 +148,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
-    """Compare hashes on all ranks; ValueError on each if a file is gone or changed."""
+    """Compare hashes; ValueError on every rank if a file is gone or changed."""
     if fault := checkpoint_fault(path):
         raise ValueError(f"checkpoint {path} is incomplete: {fault}")
     manifest = read_manifest(path)
@@ -177,10 +166,7 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
 def load_checkpoint(
     path: Path, parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None, mesh: Mesh
 ) -> Manifest:
-    """Load weights and an optimizer's state, on all ranks of any mesh.
-
-    ValueError for damage, no moments, or no tensor of a parameter's shape.
-    """
+    """Load weights and an optimizer's state on all ranks; ValueError for damage or a misfit."""
     manifest = verify_checkpoint(path, mesh)
     if optimizer is not None and not manifest.has_optimizer:
         raise ValueError(f"checkpoint {path} holds no optimizer state: start a run from it")
@@ -192,10 +178,10 @@ def load_checkpoint(
     return manifest
 
 
-def tensor_names(path: Path, prefix: str = "model.") -> list[str]:
-    """Sorted names of tensors with this prefix, without it."""
+def tensor_names(path: Path) -> list[str]:
+    """Sorted names of the model's tensors, without `model.`."""
     keys = sorted(FileSystemReader(path).read_metadata().state_dict_metadata)
-    return [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+    return [key.removeprefix("model.") for key in keys if key.startswith("model.")]
 
 
 def read_tensor(path: Path, key: str) -> Tensor:
@@ -206,32 +192,35 @@ def read_tensor(path: Path, key: str) -> Tensor:
     if not isinstance(stored, TensorStorageMetadata):
         raise ValueError(f"checkpoint {path} has no tensor {key}")
     tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-    _read_blocks(reader, metadata, [_stored_block(key, tensor, stored.size, (0,) * tensor.dim())])
+    shape, offsets = tuple(stored.size), (0,) * tensor.dim()
+    block = CanonicalBlock(name=key, tensor=tensor, global_shape=shape, offsets=offsets)
+    _read_blocks(reader, metadata, [block])
     return tensor
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Delete complete checkpoints but the `keep` newest."""
+    """Delete complete checkpoints but the `keep` (from 1) newest."""
     complete = [path for path in _folders(folder, _COMPLETE_NAME) if not checkpoint_fault(path)]
-    for path in complete[: max(len(complete) - keep, 0)]:
+    for path in complete[:-keep]:
         shutil.rmtree(_renamed_aside(path))
 
 
 def _read_blocks(
-    reader: FileSystemReader, metadata: Metadata, blocks: Sequence[StoredBlock]
+    reader: FileSystemReader, metadata: Metadata, blocks: Sequence[CanonicalBlock]
 ) -> None:
-    """Check all blocks, then fill what `read()` gives."""
+    """Check all blocks, then fill them."""
     items, faults = [], []
     for block in blocks:
-        key, stored = block.key, metadata.state_dict_metadata.get(block.key)
+        key, shape, wanted = block.name, block.global_shape, block.tensor.numel()
+        stored = metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
             faults.append(f"{key}: missing")
-        elif tuple(stored.size) != block.shape:
-            faults.append(f"{key}: shape {tuple(stored.size)}, expected {block.shape}")
-        elif 0 not in block.sizes:
+        elif tuple(stored.size) != shape:
+            faults.append(f"{key}: shape {tuple(stored.size)}, expected {shape}")
+        elif wanted:
             reads = create_read_items_for_chunk_list(key, stored, [_chunk(block)])
             # Saved chunks do not overlap: equal counts mean full cover.
-            covered, wanted = sum(read.lengths.numel() for read in reads), prod(block.sizes)
+            covered = sum(read.lengths.numel() for read in reads)
             if covered != wanted:
                 faults.append(f"{key}: {covered} of {wanted} elements were saved")
             items += reads
@@ -244,59 +233,62 @@ def _read_blocks(
 class _BlockSavePlanner(DefaultSavePlanner):
     """Saves blocks; DCP's state dict stays empty."""
 
-    def __init__(self, blocks: Sequence[StoredBlock]):
+    def __init__(
+        self, blocks: Sequence[CanonicalBlock], read: Callable[[str], Tensor] | None
+    ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._blocks = {block.key: block for block in blocks if 0 not in block.sizes}
+        self._blocks = {block.name: block for block in blocks if block.tensor.numel()}
+        self._read = read
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([])
-        for key, block in self._blocks.items():
-            properties = TensorProperties(dtype=block.dtype)
-            data = TensorWriteData(_chunk(block), properties, torch.Size(block.shape))
-            index = MetadataIndex(key, block.offsets)
+        for name, block in self._blocks.items():
+            properties = TensorProperties(dtype=block.tensor.dtype)
+            data = TensorWriteData(_chunk(block), properties, torch.Size(block.global_shape))
+            index = MetadataIndex(name, block.offsets)
             self.plan.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._blocks[write_item.index.fqn].read()
+        name = write_item.index.fqn
+        return self._read(name) if self._read else self._blocks[name].tensor
 
 
 class _BlockLoadPlanner(DefaultLoadPlanner):
-    def __init__(self, blocks: Sequence[StoredBlock]):
+    def __init__(self, blocks: Sequence[CanonicalBlock]):
         super().__init__()
-        self._blocks = {block.key: block for block in blocks}
+        self._tensors = {block.name: block.tensor for block in blocks}
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._blocks[index.fqn].read()
+        return self._tensors[index.fqn]
 
 
 def _commit(
     folder: Path,
     step: int,
-    blocks: Sequence[StoredBlock],
+    blocks: Sequence[CanonicalBlock],
     run: Mapping[str, Any],
     mesh: Mesh,
-    *,
-    has_optimizer: bool,
+    read: Callable[[str], Tensor] | None = None,
 ) -> Path:
     final, rank = folder / f"step-{step:08d}", mesh.world.rank
     temporary = final.with_suffix(".tmp")
-    # 1. An empty folder.
+    # 1.
     if rank == 0:
         for left in _folders(folder, _LEFT_NAME):
             shutil.rmtree(left)
         temporary.mkdir(parents=True)
     barrier(mesh.world)
-    # 2. In files `__<rank>_*`. DCP keeps a file's tensors until it is closed, so an import, which
-    # makes them one by one, has a file each.
-    writer = FileSystemWriter(temporary, single_file_per_rank=has_optimizer, sync_files=True)
+    # 2. In files `__<rank>_*`. DCP keeps a file's tensors until it is closed: those that are read
+    # one by one get a file each.
+    writer = FileSystemWriter(temporary, single_file_per_rank=read is None, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
         save(
             {},
             storage_writer=writer,
-            planner=_BlockSavePlanner(blocks),
-            process_group=mesh.world.group,  # maybe not all ranks of the default one
+            planner=_BlockSavePlanner(blocks, read),
+            process_group=mesh.world.group,
             no_dist=mesh.world.size == 1,
         )
     names = sorted(os.listdir(temporary))
@@ -306,12 +298,15 @@ def _commit(
     if rank == 0:
         manifest = Manifest(
             step=step,
-            has_optimizer=has_optimizer,
+            has_optimizer=read is None,
             files={name: record for part in records for name, record in part.items()},
             run=dict(run),
             versions={"python": python_version(), "torch": torch.__version__},
         )
-        _write_durably(temporary / MANIFEST_NAME, json.dumps(asdict(manifest), indent=1))
+        file = temporary / MANIFEST_NAME
+        file.write_text(json.dumps(asdict(manifest), indent=1))
+        _sync(file)
+        _sync(temporary)
         replaced = _renamed_aside(final) if final.exists() else None
         temporary.rename(final)
         _sync(folder)
@@ -323,29 +318,21 @@ def _commit(
 
 def _blocks(
     parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None
-) -> list[StoredBlock]:
+) -> list[CanonicalBlock]:
     moments = {} if optimizer is None else optimizer.moments()
-    found = []
+    blocks = []
     for parameter in parameters:
         tensors = {"model": parameter.shard}
         for moment, tensor in moments.get(parameter.name, {}).items():
             tensors[f"optimizer.{moment}"] = tensor
         for prefix, tensor in tensors.items():
             for block in canonical_blocks(parameter, tensor):
-                key = f"{prefix}.{block.name}"
-                found.append(_stored_block(key, block.tensor, block.global_shape, block.offsets))
-    return found
+                blocks.append(replace(block, name=f"{prefix}.{block.name}"))
+    return blocks
 
 
-def _stored_block(
-    key: str, tensor: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]
-) -> StoredBlock:
-    sizes, dtype, read = tuple(tensor.shape), tensor.dtype, tensor.detach
-    return StoredBlock(key=key, shape=shape, offsets=offsets, sizes=sizes, dtype=dtype, read=read)
-
-
-def _chunk(block: StoredBlock) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.sizes))
+def _chunk(block: CanonicalBlock) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(block.offsets), block.tensor.shape)
 
 
 def _renamed_aside(path: Path) -> Path:
@@ -364,12 +351,6 @@ def _record(path: Path) -> FileRecord:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileRecord(size=path.stat().st_size, sha256=digest)
-
-
-def _write_durably(path: Path, text: str) -> None:
-    path.write_text(text)
-    _sync(path)
-    _sync(path.parent)
 
 
 def _sync(path: Path) -> None:
