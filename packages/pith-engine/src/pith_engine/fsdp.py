@@ -46,7 +46,7 @@ class ShardingConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedParameter:
-    """A stored parameter: block and whole."""
+    """A stored parameter."""
 
     name: str
     """Unique in the model: `layers.3.experts.gate_up`."""
@@ -55,21 +55,21 @@ class ShardedParameter:
     std: float | None
     """As in `DeclaredParameter`."""
     parts: tuple[str, ...]
-    """Last name components of its canonical tensors."""
+    """As in `DeclaredParameter`."""
     global_shape: tuple[int, ...]
-    """Over the whole mesh, ep included."""
+    """Over the mesh, ep included."""
     offsets: tuple[int, ...]
     """Where the block starts in it."""
     replicas: Axis
-    """Ranks that hold the same block."""
+    """Ranks with the same block."""
     axis: Axis
-    """Ranks that hold the blocks of the whole."""
+    """Ranks with the blocks of the whole."""
     dim: int
     """Along which it is cut."""
     full: nn.Parameter = field(repr=False)
     """What layers read."""
     shard: Tensor = field(repr=False)
-    """The block; may be empty."""
+    """The block, maybe empty."""
     grad: Tensor = field(repr=False)
     """Its gradient after `Unit.reduce`."""
 
@@ -79,9 +79,9 @@ class CanonicalBlock:
     """A rank's part of a canonical tensor."""
 
     name: str
-    """The stored one, its last component replaced if it has parts."""
+    """The stored one's, its last component replaced by a part's."""
     tensor: Tensor
-    """A view; may be empty."""
+    """A view, maybe empty."""
     global_shape: tuple[int, ...]
     """Of the canonical tensor."""
     offsets: tuple[int, ...]
@@ -110,28 +110,28 @@ class Unit:
         column = 0
         for _, declaration in order:
             dtype = master if declaration.role.keeps_fp32 else compute_dtype
-            slot = _Slot(tuple(declaration.shape), self._axis, column, dtype, device)
-            self._slots.append(slot)
-            column = slot.stop
+            empty = torch.empty(0, dtype=dtype, device=device)
+            self._slots.append(_Slot(tuple(declaration.shape), self._axis, column, empty))
+            column = self._slots[-1].stop
         self._shards = torch.zeros(column, dtype=master, device=device)
         self._full_grads = torch.zeros(column * self._axis.size, dtype=master, device=device)
         alone = self._axis.size == self._replicas.size == 1
         self._grads = self._full_grads if alone else torch.zeros_like(self._shards)
         self.parameters: list[ShardedParameter] = []
         for (stored, declaration), slot in zip(order, self._slots, strict=True):
-            full = nn.Parameter(slot.whole(slot.buffer))
+            role, shape = declaration.role, slot.shape
+            full = nn.Parameter(slot.whole(slot.buffer), requires_grad=role.is_trained)
             full.grad_dtype = master
             full.grad = slot.whole(self._full_grads[slot.grad_start :])
-            full.requires_grad_(declaration.role.is_trained)
-            offsets, global_shape = [0] * len(slot.shape), list(slot.shape)
+            offsets, global_shape = [0] * len(shape), list(shape)
             offsets[slot.dim] = slot.bounds[self._axis.rank][0]
-            if declaration.role.is_expert:
-                offsets[0] += mesh.ep.rank * slot.shape[0]
+            if role.is_expert:
+                offsets[0] += mesh.ep.rank * shape[0]
                 global_shape[0] *= mesh.ep.size
             self.parameters.append(
                 ShardedParameter(
                     name=stored,
-                    role=declaration.role,
+                    role=role,
                     std=declaration.std,
                     parts=declaration.parts,
                     global_shape=tuple(global_shape),
@@ -155,8 +155,8 @@ class Unit:
             return
         for dtype, slots in groupby(self._slots, key=lambda slot: slot.buffer.dtype):
             bucket = list(slots)
-            start, stop = bucket[0].column, bucket[-1].stop
-            own = self._shards[start:stop].to(dtype)
+            start = bucket[0].column
+            own = self._shards[start : bucket[-1].stop].to(dtype)
             gathered = own.new_empty(self._axis.size * own.numel())
             all_gather(gathered, own, self._axis)
             rows = gathered.view(self._axis.size, -1)
@@ -200,8 +200,7 @@ def shard_chunks(
 ) -> list[Unit]:
     """Replace the declared parameters of this rank's chunks by those of units.
 
-    One of several names (tied embeddings) is stored under its first; its gradient sums all uses.
-    ValueError for an undeclared one.
+    One of several names (tied embeddings) has its first; its gradient sums all uses.
     """
     members: dict[str, dict[str, DeclaredParameter]] = {}
     uses: dict[DeclaredParameter, list[tuple[nn.Module, str]]] = {}
@@ -217,9 +216,8 @@ def shard_chunks(
             uses.setdefault(parameter, []).append((chunk.get_submodule(module), attribute))
     units = []
     for unit_name, declared in members.items():
-        unit = Unit(unit_name, declared, mesh, compute_dtype, device, sharding)
-        units.append(unit)
-        for sharded in unit.parameters:
+        units.append(Unit(unit_name, declared, mesh, compute_dtype, device, sharding))
+        for sharded in units[-1].parameters:
             for module, attribute in uses[declared[sharded.name]]:
                 module.register_parameter(attribute, sharded.full)
     return units
@@ -233,32 +231,29 @@ def sharded_parameters(units: list[Unit]) -> list[ShardedParameter]:
 def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[CanonicalBlock]:
     """Cut a tensor like the shard into canonical blocks, maybe empty, by equal shares of dim -2."""
     *prefix, last = parameter.name.split(".")
-    parts, shape = parameter.parts or (last,), parameter.global_shape
+    parts, shape, offsets = parameter.parts or (last,), parameter.global_shape, parameter.offsets
     dim = max(len(shape) - 2, 0)
     rows = shape[dim] // len(parts)
     assert rows * len(parts) == shape[dim], f"{parameter.name}: parts of equal size"
-    start = parameter.offsets[dim]
+    start = offsets[dim]
     for index, part in enumerate(parts):
         first = min(max(start, index * rows), (index + 1) * rows)
         stop = max(first, min(start + tensor.shape[dim], (index + 1) * rows))
         begin = first - start if stop > first else 0
-        offsets = list(parameter.offsets)
-        offsets[dim] = first - index * rows
         yield CanonicalBlock(
             name=".".join([*prefix, part]),
             tensor=tensor.narrow(dim, begin, stop - first),
             global_shape=(*shape[:dim], rows, *shape[dim + 1 :]),
-            offsets=tuple(offsets),
+            offsets=(*offsets[:dim], first - index * rows, *offsets[dim + 1 :]),
         )
 
 
 def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[CanonicalBlock]:
     """What a rank of its axis holds, on the meta device."""
     axis, dim, shape = parameter.axis, parameter.dim, list(parameter.full.shape)
-    own_start, _ = chunk_bounds(shape[dim], axis.size, axis.rank)
-    start, stop = chunk_bounds(shape[dim], axis.size, rank)
-    offsets = list(parameter.offsets)
-    offsets[dim] += start - own_start
+    offsets, size = list(parameter.offsets), shape[dim]
+    start, stop = chunk_bounds(size, axis.size, rank)
+    offsets[dim] += start - chunk_bounds(size, axis.size, axis.rank)[0]
     shape[dim] = stop - start
     there = replace(parameter, offsets=tuple(offsets))
     return canonical_blocks(there, torch.empty(shape, device="meta"))
@@ -280,18 +275,11 @@ def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
 class _Slot:
     """Where one parameter lies in its unit's buffers.
 
-    The communication buffer has a row a rank and in it `width` columns for it. Split along dim 0,
-    they are the whole tensor row by row, so full buffers have as many elements.
+    The communication buffer has a row a rank, with `width` columns for it. Split along dim 0, they
+    are the whole tensor row by row, so full buffers have as many elements.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        axis: Axis,
-        column: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
+    def __init__(self, shape: tuple[int, ...], axis: Axis, column: int, empty: Tensor):
         self.shape, self.column, self.grad_start = shape, column, column * axis.size
         self.dim = 0 if shape[0] >= axis.size else len(shape) - 1
         self.bounds = [chunk_bounds(shape[self.dim], axis.size, r) for r in range(axis.size)]
@@ -300,7 +288,7 @@ class _Slot:
         self.block_shape = (*before, stop - start, *after)
         self.width = self.bounds[0][1] * prod(before + after)
         self.stop = column + -(-self.width // ALIGNMENT) * ALIGNMENT
-        self.buffer = torch.full((axis.size * self.width,), torch.nan, dtype=dtype, device=device)
+        self.buffer = empty.new_full((axis.size * self.width,), torch.nan)
 
     def whole(self, buffer: Tensor) -> Tensor:
         return buffer[: prod(self.shape)].view(self.shape)
