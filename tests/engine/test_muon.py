@@ -293,5 +293,5 @@ def test_every_parameter_is_in_the_group_of_its_role():
     assert sum(elements) == sum(prod(p.global_shape) for p in parameters)
     assert "muon       expert matrix         8            1,120" in table
     assert "muon       matrix                9              554" in table
-    with pytest.raises(ValueError, match="two parameters have one name"):
+    with pytest.raises(AssertionError, match="two parameters have one name"):
         Muon([*parameters, parameters[0]], MUON)

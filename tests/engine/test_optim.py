@@ -147,7 +147,7 @@ def test_moments_exist_from_the_start_and_names_are_unique():
     for p in parameters:
         for value in moments[p.name].values():
             assert value.shape == p.shard.shape and (value == 0).all()
-    with pytest.raises(ValueError, match="two parameters have one name"):
+    with pytest.raises(AssertionError, match="two parameters have one name"):
         AdamW([*parameters, parameters[0]], OptimizerConfig())
 
 

@@ -38,7 +38,7 @@ from pith_engine.gradients import (
 from pith_engine.lr import learning_rate
 from pith_engine.muon import Muon
 from pith_engine.optim import AdamW, describe_groups
-from pith_engine.runtime import all_reduce, broadcast_object, read_launch
+from pith_engine.runtime import all_reduce, gather_objects, read_launch
 from pith_models.build import canonical_tensors, skipped_keys
 from pith_models.hf import HuggingFaceTensors
 
@@ -93,7 +93,7 @@ def _resume(config: RunConfig, trainer: Trainer, optimizer: AdamW | Muon) -> Man
     """Load the newest complete checkpoint that rank 0 sees, if any."""
     mesh = trainer.mesh
     found = find_checkpoint(config.checkpoint_folder) if mesh.rank == 0 else None
-    newest: Path | None = broadcast_object(found, mesh.world)
+    newest: Path | None = gather_objects(found, mesh.world)[0]
     if newest is None:
         return None
     manifest = read_manifest(newest)

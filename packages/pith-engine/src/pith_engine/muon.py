@@ -29,7 +29,7 @@ from torch import Tensor
 
 from pith_engine.fsdp import ShardedParameter, blocks_of_rank, canonical_blocks, cut_block
 from pith_engine.mesh import Axis
-from pith_engine.optim import AdamW, OptimizerConfig, check_optimizer
+from pith_engine.optim import AdamW, OptimizerConfig
 from pith_engine.runtime import all_to_all
 
 DEFAULT_MOMENTUM = 0.95
@@ -47,7 +47,7 @@ CHUNK_ELEMENTS = 2**25
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """A rank's part of a matrix, maybe empty, or a stack of whole ones."""
+    """A rank's part of a matrix, maybe empty, or whole matrices."""
 
     shard: Tensor
     grad: Tensor
@@ -55,7 +55,7 @@ class _Piece:
     shape: tuple[int, int]
     """[R, C] of the whole."""
     places: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    """Offsets and shape of each rank's piece; [] for whole matrices."""
+    """Offsets and shape of each rank's piece; none for whole matrices."""
 
     def direction(self, mu: float) -> Tensor:
         """u; updates the momentum."""
@@ -77,44 +77,44 @@ class Muon:
         *,
         chunk_elements: int = CHUNK_ELEMENTS,
     ):
-        check_optimizer(parameters, config)
         self.num_steps = 0
         self._matrices = [p for p in parameters if p.role.uses_muon]
         self._rest = AdamW([p for p in parameters if not p.role.uses_muon], config)
         self._momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
         self._weight_decay = config.weight_decay
         self._moments = {p.name: {"momentum": torch.zeros_like(p.shard)} for p in self._matrices}
+        assert len(self._moments) == len(self._matrices), "two parameters have one name"
         # One for all: no role of Muon keeps the master dtype.
         self._dtype = self._matrices[0].full.dtype if self._matrices else torch.float32
         self._local: list[_Piece] = []
         spread: dict[Axis, list[_Piece]] = {}
+        held = 0
         for parameter in self._matrices:
             momentum = self._moments[parameter.name]["momentum"]
             for piece in _pieces(parameter, momentum, chunk_elements):
+                held += piece.shard.numel()
                 if piece.places:
                     spread.setdefault(parameter.axis, []).append(piece)
                 elif piece.shard.numel():
                     self._local.append(piece)
+        assert held == sum(p.shard.numel() for p in self._matrices), "each element in one matrix"
         self._chunks = [
             (axis, owned_by)
             for axis, pieces in spread.items()
             for owned_by in _assign(pieces, axis.size, chunk_elements)
         ]
-        pieces = [m for _, owned_by in self._chunks for owned in owned_by for m in owned]
-        held = sum(piece.shard.numel() for piece in self._local + pieces)
-        assert held == sum(p.shard.numel() for p in self._matrices), "each element in one matrix"
 
     def groups(self) -> dict[str, list[ShardedParameter]]:
-        """Matrices under `muon`, the others under `adamw`."""
+        """Under `muon` and `adamw`."""
         return {"muon": self._matrices, **self._rest.groups()}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Stored name -> `momentum`, or AdamW's: live tensors."""
+        """Stored name -> `momentum`, or AdamW's moments."""
         return {**self._moments, **self._rest.moments()}
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update all shards; all ranks of the mesh call it."""
+        """Update all shards, on all ranks."""
         self._rest.num_steps = self.num_steps
         self._rest.step(lr)
         self.num_steps += 1
@@ -128,8 +128,8 @@ class Muon:
         """One chunk; an owner's matrices of a shape follow each other."""
         held = [piece for owned in owned_by for piece in owned]
         mine, ranks = owned_by[axis.rank], range(axis.size)
-        sent_sizes = [sum(m.shard.numel() for m in owned) for owned in owned_by]
-        received_sizes = [sum(prod(m.places[rank][1]) for m in mine) for rank in ranks]
+        sent_sizes = [sum(piece.shard.numel() for piece in owned) for owned in owned_by]
+        received_sizes = [sum(prod(piece.places[rank][1]) for piece in mine) for rank in ranks]
         # 1. u, sorted by owner; it arrives sorted by holder.
         sent = torch.empty(sum(sent_sizes), dtype=self._dtype, device=held[0].shard.device)
         received = sent.new_empty(sum(received_sizes))
@@ -138,8 +138,8 @@ class Muon:
             view.copy_(piece.direction(self._momentum))
         all_to_all(received, sent, received_sizes, sent_sizes, axis)
         # 2. x; blocks are views of whole matrices, in the order of arrival.
-        shapes = [(shape, len(list(group))) for shape, group in groupby(m.shape for m in mine)]
-        stacks = [sent.new_empty(count, *shape) for shape, count in shapes]
+        shapes = groupby(piece.shape for piece in mine)
+        stacks = [sent.new_empty(len(list(group)), *shape) for shape, group in shapes]
         wholes = [whole for stack in stacks for whole in stack]
         blocks = [
             cut_block(whole, *piece.places[rank])
@@ -202,8 +202,7 @@ def _assign(pieces: list[_Piece], num_ranks: int, chunk_elements: int) -> list[l
     chunks: list[list[list[_Piece]]] = []
     costs, sizes = [0] * num_ranks, [0] * num_ranks
     for piece in sorted(pieces, key=lambda m: (-prod(m.shape) * min(m.shape), m.shape)):
-        size = prod(piece.shape)
-        owner = min(range(num_ranks), key=costs.__getitem__)
+        size, owner = prod(piece.shape), costs.index(min(costs))
         if not chunks or (sizes[owner] and sizes[owner] + size > chunk_elements):
             chunks.append([[] for _ in range(num_ranks)])
             costs, sizes, owner = [0] * num_ranks, [0] * num_ranks, 0

@@ -40,13 +40,13 @@ class OptimizerConfig:
 
     def violations(self) -> list[str]:
         """What is out of range, a line each."""
-        method, momentum, betas = self.method, self.momentum, self.betas
-        decay, fix = self.weight_decay, "set --optim.momentum None or use optim.method muon"
-        is_muon, is_given = method == "muon", momentum is not None
+        method, momentum, betas, decay = self.method, self.momentum, self.betas, self.weight_decay
+        fix = "set --optim.momentum None or use optim.method muon"
+        is_unread = method == "adamw" and momentum is not None
         is_sound = {
-            f"method = {method!r}: adamw or muon": is_muon or method == "adamw",
+            f"method = {method!r}: adamw or muon": method in ("adamw", "muon"),
             f"momentum = {momentum}: from 0 to below 1": momentum is None or 0 <= momentum < 1,
-            f"momentum = {momentum} but AdamW has betas; {fix}": is_muon or not is_given,
+            f"momentum = {momentum} but AdamW has betas; {fix}": not is_unread,
             f"betas = {betas}: each from 0 to below 1": all(0 <= beta < 1 for beta in betas),
             f"eps = {self.eps}: above 0 and finite": 0 < self.eps < inf,
             f"weight_decay = {decay}: 0 or more and finite": 0 <= decay < inf,
@@ -54,19 +54,8 @@ class OptimizerConfig:
         return [f"optim.{fault}" for fault, sound in is_sound.items() if not sound]
 
 
-def check_optimizer(parameters: Sequence[ShardedParameter], config: OptimizerConfig) -> None:
-    """ValueError for constants out of range or equal names."""
-    wrong = config.violations()
-    if len({parameter.name for parameter in parameters}) < len(parameters):
-        wrong.append("two parameters have one name")
-    raise_violations(wrong, "optimizer")
-
-
 def describe_groups(groups: dict[str, list[ShardedParameter]], mesh: Mesh) -> str:
-    """A table of what each method updates in the model; all ranks call it.
-
-    A stack of experts is one tensor, gate and up are two.
-    """
+    """A table of what each method updates; all ranks call it. Gate and up are two tensors."""
     tensors, elements = Counter[str](), Counter[str]()
     for method, members in groups.items():
         for p in members:
@@ -80,24 +69,25 @@ def describe_groups(groups: dict[str, list[ShardedParameter]], mesh: Mesh) -> st
 
 
 class AdamW:
-    """One rank's optimizer; a resumed run sets `num_steps`, the updates so far."""
+    """One rank's; a resumed run sets `num_steps`, the updates so far."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], config: OptimizerConfig):
-        check_optimizer(parameters, config)
+        raise_violations(config.violations(), "optimizer")
         self.num_steps = 0
         self._config = config
-        self._parameters = [parameter for parameter in parameters if parameter.role.is_trained]
+        self._parameters = [p for p in parameters if p.role.is_trained]
         self._moments = {
             p.name: {name: torch.zeros_like(p.shard) for name in ("exp_avg", "exp_avg_sq")}
             for p in self._parameters
         }
+        assert len(self._moments) == len(self._parameters), "two parameters have one name"
 
     def groups(self) -> dict[str, list[ShardedParameter]]:
-        """All trained parameters, under `adamw`."""
+        """Under `adamw`."""
         return {"adamw": self._parameters}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Stored name -> `exp_avg` and `exp_avg_sq`: live, shaped like the shard."""
+        """Stored name -> `exp_avg` and `exp_avg_sq`, live and shaped like the shard."""
         return self._moments
 
     @torch.no_grad()
@@ -111,14 +101,14 @@ class AdamW:
                 continue
             moments = [self._moments[p.name] for p in members]
             # The kernel adds one to the count of steps first.
-            count, device = float(self.num_steps), members[0].shard.device
+            counts = moments[0]["exp_avg"].new_full((len(members),), self.num_steps)
             adamw(
                 [p.shard for p in members],
                 [p.grad for p in members],
                 [m["exp_avg"] for m in moments],
                 [m["exp_avg_sq"] for m in moments],
                 [],
-                list(torch.full((len(members),), count, device=device).unbind()),
+                list(counts.float().unbind()),
                 fused=True,
                 amsgrad=False,
                 beta1=beta1,

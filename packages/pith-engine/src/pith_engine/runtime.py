@@ -9,7 +9,6 @@ seconds, and the first traceback is the cause.
 """
 
 import os
-import random
 import sys
 import traceback
 from collections.abc import Generator, Mapping, Sequence
@@ -19,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy
 import torch
 from torch import Tensor, distributed
 
@@ -28,73 +26,69 @@ from pith_engine.mesh import Axis, Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchInfo:
-    """What the launcher says about this process."""
+    """What the launcher says."""
 
     rank: int = 0
-    """Global rank."""
+    """Of this process."""
     world_size: int = 1
-    """Number of processes."""
+    """Processes in all."""
     local_rank: int = 0
     """Rank on this machine."""
     ranks_per_node: int = 1
     """Processes on it."""
     has_own_gpu: bool = False
-    """Whether the launcher was told to show each process one GPU."""
+    """Whether each process is shown one GPU."""
     init_method: str | None = None
-    """URL where peers meet; None without any."""
+    """URL where peers meet, if there are any."""
 
 
 def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
     """Read torchrun's variables, else those of a SLURM step (`srun`); without any, one process."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in names if name not in environ]
-        if missing:
+        if missing := [name for name in names if name not in environ]:
             raise ValueError(f"environment: {', '.join(missing)} not set; start with torchrun")
-        world_size = int(environ["WORLD_SIZE"])
+        rank, world_size = environ["RANK"], environ["WORLD_SIZE"]
         return LaunchInfo(
-            rank=int(environ["RANK"]),
-            world_size=world_size,
-            local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
+            rank=int(rank),
+            world_size=int(world_size),
+            local_rank=int(environ.get("LOCAL_RANK", rank)),
             ranks_per_node=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
             init_method="env://",
         )
-    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        # Steps that share a node must not meet; outgoing connections use ports from 32768.
-        step = 16 * int(environ["SLURM_JOB_ID"]) + int(environ.get("SLURM_STEP_ID", "0"))
-        port = 20000 + step % 12000
-        # The first host of a compressed list: `node[003-005,007],login` -> `node003`.
-        name, _, rest = environ["SLURM_STEP_NODELIST"].split(",")[0].partition("[")
-        host = name + rest.rstrip("]").split("-")[0]
-        per_task = environ.get("SLURM_GPUS_PER_TASK"), environ.get("SLURM_NTASKS_PER_GPU")
-        bound = environ.get("SLURM_GPU_BIND", "").endswith(("single:1", "per_task:1"))
-        return LaunchInfo(
-            rank=int(environ["SLURM_PROCID"]),
-            world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
-            local_rank=int(environ["SLURM_LOCALID"]),
-            ranks_per_node=int(environ["SLURM_STEP_TASKS_PER_NODE"].split("(")[0].split(",")[0]),
-            has_own_gpu="1" in per_task or bound,
-            init_method=f"tcp://{host}:{port}",
-        )
-    return LaunchInfo()
+    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) <= 1:
+        return LaunchInfo()
+    # Steps that share a node must not meet; outgoing connections use ports from 32768.
+    step = 16 * int(environ["SLURM_JOB_ID"]) + int(environ.get("SLURM_STEP_ID", "0"))
+    # The first host of a compressed list: `node[003-005,007],login` -> `node003`.
+    name, _, rest = environ["SLURM_STEP_NODELIST"].split(",")[0].partition("[")
+    host = name + rest.rstrip("]").split("-")[0]
+    per_task = environ.get("SLURM_GPUS_PER_TASK"), environ.get("SLURM_NTASKS_PER_GPU")
+    bound = environ.get("SLURM_GPU_BIND", "").endswith(("single:1", "per_task:1"))
+    return LaunchInfo(
+        rank=int(environ["SLURM_PROCID"]),
+        world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
+        local_rank=int(environ["SLURM_LOCALID"]),
+        ranks_per_node=int(environ["SLURM_STEP_TASKS_PER_NODE"].split("(")[0].split(",")[0]),
+        has_own_gpu="1" in per_task or bound,
+        init_method=f"tcp://{host}:{20000 + step % 12000}",
+    )
 
 
 def local_gpus(launch: LaunchInfo) -> int:
-    """GPUs for this machine's processes: those seen, or one each if each sees its own."""
+    """GPUs of this machine's processes together."""
     seen = torch.cuda.device_count()
     return launch.ranks_per_node if launch.has_own_gpu and seen == 1 else seen
 
 
 def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
     """Join the default group; this process's device, ValueError if there is none."""
-    launch = read_launch(os.environ)
-    device = torch.device("cpu")
+    launch, device = read_launch(os.environ), torch.device("cpu")
     if device_type == "cuda":
-        num_devices = local_gpus(launch)
-        if launch.local_rank >= num_devices:
+        if launch.local_rank >= (found := local_gpus(launch)):
             raise ValueError(
-                f"process {launch.local_rank} on this machine has no GPU: {num_devices} found; "
-                f"start at most {num_devices} processes a machine"
+                f"process {launch.local_rank} on this machine has no GPU: {found} found; "
+                f"start at most {found} processes a machine"
             )
         device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -110,7 +104,7 @@ def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
 
 
 def stop_process_group() -> None:
-    """Leave all process groups, if there are any."""
+    """Leave all groups, if there are any."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
@@ -135,13 +129,6 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
         exchange(sends, receives, axis).wait_sends()
 
 
-def set_seeds(seed: int) -> None:
-    """Seed global generators; weights and data order do not use them."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 @contextmanager
 def fail_fast(rank: int) -> Generator[None, None, None]:
     """End the process at once, with code 1 (130 for Ctrl-C), when the body raises."""
@@ -149,10 +136,10 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
         yield
     except (Exception, KeyboardInterrupt) as error:
         by_user = isinstance(error, KeyboardInterrupt)
-        text = "interrupted" if by_user else _report(error)
+        lines = ["interrupted"] if by_user else _report(error).splitlines()
         try:
             # One write: lines of ranks that fail together do not mix.
-            sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
+            sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in lines))
             sys.stderr.flush()
             sys.stdout.flush()  # Raises when the reader of a pipe has gone.
         finally:
@@ -207,11 +194,7 @@ def reduce_scatter(output: Tensor, input: Tensor, axis: Axis) -> None:
 
 
 def all_to_all(
-    output: Tensor,
-    input: Tensor,
-    output_sizes: list[int],
-    input_sizes: list[int],
-    axis: Axis,
+    output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], axis: Axis
 ) -> None:
     """Exchange consecutive blocks of rows, sizes from 0; `output` is contiguous."""
     if axis.size == 1:
@@ -266,11 +249,6 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     return values
 
 
-def broadcast_object(value: Any, axis: Axis) -> Any:
-    """The picklable value of axis rank 0, on every rank."""
-    return gather_objects(value, axis)[0]
-
-
 def barrier(axis: Axis) -> None:
     """Wait on the host, not on a GPU stream, until every rank of the axis is here."""
     all_reduce(torch.zeros(1), axis)
@@ -278,8 +256,6 @@ def barrier(axis: Axis) -> None:
 
 def _group(axis: Axis) -> distributed.ProcessGroup:
     if axis.group is None:
-        raise RuntimeError(
-            f"axis {axis.name} of {axis.size} ranks has no group: its mesh comes from sizes alone; "
-            "use Mesh.create"
-        )
+        what = f"axis {axis.name} of {axis.size} ranks"
+        raise RuntimeError(f"{what} is of sizes alone, without a group: use Mesh.create")
     return axis.group
