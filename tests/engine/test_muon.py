@@ -139,10 +139,6 @@ def test_a_fault_does_not_pass(monkeypatch, fault):
                 "pith_engine.muon.canonical_blocks",
                 lambda p, tensor: canonical_blocks(replace(p, parts=()), tensor),
             )
-            monkeypatch.setattr(
-                "pith_engine.muon.blocks_of_rank",
-                lambda p, rank: canonical_blocks(replace(p, parts=()), p.shard),
-            )
         case "experts":  # taken as one tall matrix
             monkeypatch.setattr(
                 "pith_engine.muon.orthogonalise",

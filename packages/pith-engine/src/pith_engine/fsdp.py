@@ -18,7 +18,7 @@ weight gradients. The trap: `parameter.grad` must stay a view of `full_grads` (n
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
 
@@ -64,8 +64,6 @@ class ShardedParameter:
     """Ranks with the same block."""
     axis: Axis
     """Ranks with the blocks of the whole."""
-    dim: int
-    """Along which it is cut."""
     full: nn.Parameter = field(repr=False)
     """What layers read."""
     shard: Tensor = field(repr=False)
@@ -138,7 +136,6 @@ class Unit:
                     offsets=tuple(offsets),
                     replicas=self._replicas,
                     axis=self._axis,
-                    dim=slot.dim,
                     full=full,
                     shard=slot.block(self._shards),
                     grad=slot.block(self._grads),
@@ -246,17 +243,6 @@ def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[Ca
             global_shape=(*shape[:dim], rows, *shape[dim + 1 :]),
             offsets=(*offsets[:dim], first - index * rows, *offsets[dim + 1 :]),
         )
-
-
-def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[CanonicalBlock]:
-    """What a rank of its axis holds, on the meta device."""
-    axis, dim, shape = parameter.axis, parameter.dim, list(parameter.full.shape)
-    offsets, size = list(parameter.offsets), shape[dim]
-    start, stop = chunk_bounds(size, axis.size, rank)
-    offsets[dim] += start - chunk_bounds(size, axis.size, axis.rank)[0]
-    shape[dim] = stop - start
-    there = replace(parameter, offsets=tuple(offsets))
-    return canonical_blocks(there, torch.empty(shape, device="meta"))
 
 
 def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -119,12 +119,18 @@ class Mesh:
         return cls.plan(MeshConfig(), 0)
 
     @classmethod
-    def plan(cls, config: MeshConfig, rank: int) -> "Mesh":
-        """Without groups, which several processes need."""
+    def plan(cls, config: MeshConfig, rank: int, groups: dict | None = None) -> "Mesh":
+        """A rank's; without `groups` by (whether the backward's own, ranks) it only plans."""
         raise_violations(config.violations(), "mesh")
         if not 0 <= rank < config.world_size:
             raise ValueError(f"rank {rank} of mesh {config.label}: 0 to {config.world_size - 1}")
-        return cls(config=config, rank=rank, **_axes(config, rank, {}))
+        axes = {}
+        for name in _MEMBERS:
+            ranks = _ranks_of(name, config, rank)
+            group = (groups or {}).get((name == "ep_backward", ranks))
+            size, position = len(ranks), ranks.index(rank)
+            axes[name] = Axis(name=name, size=size, rank=position, ranks=ranks, group=group)
+        return cls(config=config, rank=rank, **axes)
 
     @classmethod
     def create(cls, config: MeshConfig, timeout: timedelta) -> "Mesh | None":
@@ -138,9 +144,8 @@ class Mesh:
             key = name == "ep_backward", _ranks_of(name, config, rank)
             if len(key[1]) > 1 and key not in groups:
                 groups[key] = distributed.new_group(list(key[1]), timeout=timeout)
-        if (rank := distributed.get_rank()) >= config.world_size:
-            return None
-        return cls(config=config, rank=rank, **_axes(config, rank, groups))
+        rank = distributed.get_rank()
+        return cls.plan(config, rank, groups) if rank < config.world_size else None
 
     @property
     def batch_rank(self) -> int:
@@ -245,17 +250,6 @@ _MEMBERS: dict[str, tuple[tuple[str, ...], str]] = {
     "world": (AXIS_NAMES, "norms, counts, messages"),
 }
 """Name -> the axes that it spans, and what it carries."""
-
-
-def _axes(config: MeshConfig, rank: int, groups: dict) -> dict[str, Axis]:
-    """`groups`: (whether the backward's own, ranks) -> communicator."""
-    axes = {}
-    for name in _MEMBERS:
-        ranks = _ranks_of(name, config, rank)
-        group = groups.get((name == "ep_backward", ranks))
-        size, position = len(ranks), ranks.index(rank)
-        axes[name] = Axis(name=name, size=size, rank=position, ranks=ranks, group=group)
-    return axes
 
 
 def _ranks_of(name: str, config: MeshConfig, rank: int) -> tuple[int, ...]:

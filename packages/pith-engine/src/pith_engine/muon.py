@@ -27,10 +27,10 @@ import torch
 from pith_ops.device import accumulation_dtype
 from torch import Tensor
 
-from pith_engine.fsdp import ShardedParameter, blocks_of_rank, canonical_blocks, cut_block
+from pith_engine.fsdp import ShardedParameter, canonical_blocks, cut_block
 from pith_engine.mesh import Axis
 from pith_engine.optim import AdamW, OptimizerConfig
-from pith_engine.runtime import all_to_all
+from pith_engine.runtime import all_to_all, gather_objects
 
 DEFAULT_MOMENTUM = 0.95
 """As in torch.optim.Muon."""
@@ -52,7 +52,7 @@ class _Piece:
     shard: Tensor
     grad: Tensor
     momentum: Tensor
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     """[R, C] of the whole."""
     places: list[tuple[tuple[int, ...], tuple[int, ...]]]
     """Offsets and shape of each rank's piece; none for whole matrices."""
@@ -68,7 +68,7 @@ class _Piece:
 
 
 class Muon:
-    """Muon where `Role.uses_muon`, AdamW for the others."""
+    """Muon where `Role.uses_muon`, AdamW for the others; all ranks make it together."""
 
     def __init__(
         self,
@@ -183,18 +183,16 @@ def _pieces(parameter: ShardedParameter, momentum: Tensor, chunk_elements: int) 
     """Stacks of whole matrices to `chunk_elements`, pieces of spread ones."""
     assert parameter.shard.dim() in (2, 3), f"{parameter.name}: a matrix or a stack of matrices"
     tensors = parameter.shard, parameter.grad, momentum
-    mine = zip(*(canonical_blocks(parameter, tensor) for tensor in tensors), strict=True)
-    ranks = range(parameter.axis.size)
-    theirs = zip(*(blocks_of_rank(parameter, rank) for rank in ranks), strict=True)
-    for blocks, holders in zip(mine, theirs, strict=True):
-        rows, cols = blocks[0].global_shape[-2:]
-        parts = [b.tensor if b.tensor.dim() == 3 else b.tensor[None] for b in blocks]
-        places = [(holder.offsets[-2:], tuple(holder.tensor.shape[-2:])) for holder in holders]
-        if all(h.tensor.shape[-2:] == (rows, cols) for h in holders if h.tensor.numel()):
+    for blocks in zip(*(canonical_blocks(parameter, tensor) for tensor in tensors), strict=True):
+        shape, parts = blocks[0].global_shape[-2:], [block.tensor for block in blocks]
+        own = blocks[0].offsets[-2:], tuple(parts[0].shape[-2:])
+        places = gather_objects(own, parameter.axis)
+        parts = [part if part.dim() == 3 else part[None] for part in parts]
+        if all(held == shape or 0 in held for _, held in places):
             places = []
-            parts = [part.split(max(1, chunk_elements // (rows * cols))) for part in parts]
+            parts = [part.split(max(1, chunk_elements // prod(shape))) for part in parts]
         for shard, grad, moment in zip(*parts, strict=True):
-            yield _Piece(shard=shard, grad=grad, momentum=moment, shape=(rows, cols), places=places)
+            yield _Piece(shard=shard, grad=grad, momentum=moment, shape=shape, places=places)
 
 
 def _assign(pieces: list[_Piece], num_ranks: int, chunk_elements: int) -> list[list[list[_Piece]]]:

@@ -100,15 +100,16 @@ class AdamW:
             if not members:
                 continue
             moments = [self._moments[p.name] for p in members]
+            device = members[0].shard.device
             # The kernel adds one to the count of steps first.
-            counts = moments[0]["exp_avg"].new_full((len(members),), self.num_steps)
+            counts = torch.full((len(members),), float(self.num_steps), device=device)
             adamw(
                 [p.shard for p in members],
                 [p.grad for p in members],
                 [m["exp_avg"] for m in moments],
                 [m["exp_avg_sq"] for m in moments],
                 [],
-                list(counts.float().unbind()),
+                list(counts.unbind()),
                 fused=True,
                 amsgrad=False,
                 beta1=beta1,

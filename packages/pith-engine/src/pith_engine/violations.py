@@ -1,8 +1,8 @@
 """What is wrong with a configuration: lines, each beginning with the field's full path.
 
-A configuration has a method `violations() -> list[str]` (`optim.eps = -1.0: above 0 and finite`).
-A command collects those of the whole tree. The trap: a check inside `__post_init__` would end
-alone, before the tree exists.
+A configuration has a method `violations() -> list[str]` (`optim.eps = -1.0: above 0 and finite`);
+a command collects those of the whole tree. The trap: a check in `__post_init__` would end alone,
+before the tree exists.
 """
 
 from collections.abc import Iterable, Sequence
