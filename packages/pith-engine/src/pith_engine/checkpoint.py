@@ -1,6 +1,6 @@
-"""Checkpoints: saved by every rank in parallel, independent of the mesh, complete or invisible.
+"""Checkpoints: saved by all ranks in parallel, independent of the mesh, complete or invisible.
 
-A folder `step-00000100` in PyTorch's DCP format, with canonical names
+`step-00000100` is a folder in PyTorch's DCP format, with canonical names
 (`model.layers.3.q_proj`, `optimizer.exp_avg.layers.3.q_proj`) and global shapes; each rank writes
 its blocks at their true offsets, so any mesh reads what any other wrote. To save:
 
@@ -106,15 +106,12 @@ def write_checkpoint(
     read: Callable[[str], Tensor],
     run: Mapping[str, Any],
 ) -> Path:
-    """Save blocks `model.*`, on the meta device, from one process: an import.
-
-    `read` gives a block by name when it is written, so that one at a time is in memory.
-    """
+    """Save meta blocks `model.*` from one process, each read by its name when it is written."""
     return _commit(folder, step, blocks, run, Mesh.single(), read)
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The newest complete one, if any; warns about incomplete ones."""
+    """The newest complete one; warns about others."""
     for path in reversed(_folders(folder, _COMPLETE_NAME)):
         if (fault := checkpoint_fault(path)) is None:
             return path
@@ -141,7 +138,7 @@ def checkpoint_fault(path: Path) -> str | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest; FileNotFoundError if there is none."""
+    """FileNotFoundError if there is none."""
     fields = json.loads((path / MANIFEST_NAME).read_text())
     files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
     return Manifest(files=files, **fields)
@@ -154,8 +151,7 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
     manifest = read_manifest(path)
     mine = sorted(manifest.files)[mesh.world.rank :: mesh.world.size]
     changed = [name for name in mine if _record(path / name) != manifest.files[name]]
-    changed = [name for part in gather_objects(changed, mesh.world) for name in part]
-    if changed:
+    if changed := [name for part in gather_objects(changed, mesh.world) for name in part]:
         raise ValueError(
             f"checkpoint {path} is damaged, {', '.join(changed)} changed after saving: remove it "
             "to go on from an older one"
@@ -185,7 +181,7 @@ def tensor_names(path: Path) -> list[str]:
 
 
 def read_tensor(path: Path, key: str) -> Tensor:
-    """A whole tensor on the CPU; ValueError if there is none."""
+    """A whole tensor; ValueError if there is none."""
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata.get(key)
@@ -291,9 +287,8 @@ def _commit(
             process_group=mesh.world.group,
             no_dist=mesh.world.size == 1,
         )
-    names = sorted(os.listdir(temporary))
-    mine = [n for n in names if n.startswith(f"__{rank}_") or (rank == 0 and n == ".metadata")]
-    records = gather_objects({name: _record(temporary / name) for name in mine}, mesh.world)
+    mine = [*temporary.glob(f"__{rank}_*"), *([temporary / ".metadata"] if rank == 0 else [])]
+    records = gather_objects({path.name: _record(path) for path in sorted(mine)}, mesh.world)
     # 3. and 4. The manifest last, then the name.
     if rank == 0:
         manifest = Manifest(
@@ -303,15 +298,14 @@ def _commit(
             run=dict(run),
             versions={"python": python_version(), "torch": torch.__version__},
         )
-        file = temporary / MANIFEST_NAME
-        file.write_text(json.dumps(asdict(manifest), indent=1))
-        _sync(file)
+        (temporary / MANIFEST_NAME).write_text(json.dumps(asdict(manifest), indent=1))
+        _sync(temporary / MANIFEST_NAME)
         _sync(temporary)
-        replaced = _renamed_aside(final) if final.exists() else None
+        replaced = [_renamed_aside(final)] if final.exists() else []
         temporary.rename(final)
         _sync(folder)
-        if replaced is not None:
-            shutil.rmtree(replaced)
+        for path in replaced:
+            shutil.rmtree(path)
     barrier(mesh.world)
     return final
 
@@ -354,7 +348,7 @@ def _record(path: Path) -> FileRecord:
 
 
 def _sync(path: Path) -> None:
-    """Make a file, or a folder's names, survive a power loss."""
+    """Make a file or a folder's names survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

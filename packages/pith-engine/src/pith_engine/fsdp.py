@@ -13,12 +13,12 @@ A unit (embedding, head with the final norm, a layer's dense part, a layer's exp
 A block is what `torch.chunk` gives along dim 0, or along the last dim when dim 0 has fewer rows
 than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit.
 
-torch's `fully_shard` needs private members to be driven by hand, cannot sum on gloo, and loses late
+torch's `fully_shard` is driven by hand through private members, cannot sum on gloo, and loses late
 weight gradients. The trap: `parameter.grad` must stay a view of `full_grads` (no `zero_grad`).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 
@@ -44,12 +44,12 @@ class ShardingConfig:
     """Shard experts over cp only."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ShardedParameter:
     """A stored parameter."""
 
     name: str
-    """Unique in the model: `layers.3.experts.gate_up`."""
+    """Such as `layers.3.experts.gate_up`, unique."""
     role: Role
     """What it is."""
     std: float | None
@@ -64,11 +64,11 @@ class ShardedParameter:
     """Ranks with the same block."""
     axis: Axis
     """Ranks with the blocks of the whole."""
-    full: nn.Parameter = field(repr=False)
+    full: nn.Parameter
     """What layers read."""
-    shard: Tensor = field(repr=False)
+    shard: Tensor
     """The block, maybe empty."""
-    grad: Tensor = field(repr=False)
+    grad: Tensor
     """Its gradient after `Unit.reduce`."""
 
 
@@ -226,7 +226,7 @@ def sharded_parameters(units: list[Unit]) -> list[ShardedParameter]:
 
 
 def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[CanonicalBlock]:
-    """Cut a tensor like the shard into canonical blocks, maybe empty, by equal shares of dim -2."""
+    """Cut a tensor like the shard into canonical blocks, equal shares of dim -2."""
     *prefix, last = parameter.name.split(".")
     parts, shape, offsets = parameter.parts or (last,), parameter.global_shape, parameter.offsets
     dim = max(len(shape) - 2, 0)
@@ -234,14 +234,15 @@ def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[Ca
     assert rows * len(parts) == shape[dim], f"{parameter.name}: parts of equal size"
     start = offsets[dim]
     for index, part in enumerate(parts):
-        first = min(max(start, index * rows), (index + 1) * rows)
-        stop = max(first, min(start + tensor.shape[dim], (index + 1) * rows))
+        lowest, highest = index * rows, (index + 1) * rows
+        first = min(max(start, lowest), highest)
+        stop = max(first, min(start + tensor.shape[dim], highest))
         begin = first - start if stop > first else 0
         yield CanonicalBlock(
             name=".".join([*prefix, part]),
             tensor=tensor.narrow(dim, begin, stop - first),
             global_shape=(*shape[:dim], rows, *shape[dim + 1 :]),
-            offsets=(*offsets[:dim], first - index * rows, *offsets[dim + 1 :]),
+            offsets=(*offsets[:dim], first - lowest, *offsets[dim + 1 :]),
         )
 
 

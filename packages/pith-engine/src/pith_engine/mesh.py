@@ -79,7 +79,7 @@ class Axis:
     size: int
     """Number of ranks."""
     rank: int
-    """This one's position."""
+    """This one's place."""
     ranks: tuple[int, ...]
     """Global ranks, in axis order."""
     group: distributed.ProcessGroup | None

@@ -82,7 +82,7 @@ def local_gpus(launch: LaunchInfo) -> int:
 
 
 def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
-    """Join the default group; this process's device, ValueError if there is none."""
+    """Join the default group; returns this process's device."""
     launch, device = read_launch(os.environ), torch.device("cpu")
     if device_type == "cuda":
         if launch.local_rank >= (found := local_gpus(launch)):
@@ -110,7 +110,7 @@ def stop_process_group() -> None:
 
 
 def connect_mesh(mesh: Mesh, device: torch.device) -> None:
-    """Use every communicator once as a step does.
+    """Use every communicator once.
 
     NCCL connects two ranks at their first transfer in each direction, and the host blocks until
     both ask for it: a deadlock where one first waits for another transfer, as in a step.
@@ -121,11 +121,9 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
     for axis in (mesh.ep, mesh.ep_backward):
         ones = torch.ones(axis.size, device=device)
         all_to_all(torch.empty_like(ones), ones, [1] * axis.size, [1] * axis.size, axis)
-    neighbours = [r for r in (mesh.pp.rank - 1, mesh.pp.rank + 1) if 0 <= r < mesh.pp.size]
-    others = [r for r in range(mesh.cp.size) if r != mesh.cp.rank]
-    for axis, peers in ((mesh.pp, neighbours), (mesh.cp, others)):
-        sent, received = torch.zeros(2, len(peers), 1, device=device)
-        sends, receives = (list(zip(x, peers, strict=True)) for x in (sent, received))
+    for axis, reach in ((mesh.pp, 1), (mesh.cp, mesh.cp.size)):
+        peers = [r for r in range(axis.size) if 0 < abs(r - axis.rank) <= reach]
+        sends, receives = ([(torch.zeros(1, device=device), r) for r in peers] for _ in range(2))
         exchange(sends, receives, axis).wait_sends()
 
 
@@ -147,25 +145,25 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
 
 
 def _report(error: BaseException) -> str:
-    """Where and what, in one line, then the whole traceback.
+    """Where it was raised, in one line, then the whole traceback.
 
-    The place is our innermost frame outside watchers of operations and `pith_ops`, whose callers
-    chose the operands.
+    That is our innermost frame outside watchers of operations and `pith_ops`, whose callers chose
+    the operands.
     """
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if frame.name != "__torch_function__"]
     ours = [frame for frame in frames if Path(frame.filename).parent.name.startswith("pith_")]
     callers = [frame for frame in ours if Path(frame.filename).parent.name != "pith_ops"]
-    place = next(reversed(callers or ours or frames), None)
-    where = f"{place.filename}:{place.lineno} in {place.name}: {place.line}\n" if place else ""
+    place = (callers or ours or frames)[-1]
+    where = f"{place.filename}:{place.lineno} in {place.name}: {place.line}\n"
     return where + "".join(traceback.format_exception(error))
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
     """Reduce a contiguous tensor in place; returns it."""
     if axis.size > 1:
-        reduce_op = distributed.ReduceOp.SUM if op == "sum" else distributed.ReduceOp.MAX
-        distributed.all_reduce(tensor, reduce_op, group=_group(axis))
+        operation = distributed.ReduceOp.SUM if op == "sum" else distributed.ReduceOp.MAX
+        distributed.all_reduce(tensor, operation, group=_group(axis))
     return tensor
 
 
@@ -229,7 +227,7 @@ class Exchange:
 def exchange(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis
 ) -> Exchange:
-    """Start transfers `(contiguous tensor, axis rank)` as a batch that no order of ranks blocks."""
+    """Start transfers `(contiguous tensor, axis rank)` as one batch, which no order blocks."""
     ops = [
         distributed.P2POp(operation, tensor, axis.ranks[rank], _group(axis))
         for operation, transfers in ((distributed.irecv, receives), (distributed.isend, sends))
@@ -241,7 +239,7 @@ def exchange(
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's picklable value, in axis order, on every rank."""
+    """Every rank's picklable value, in axis order."""
     if axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size
