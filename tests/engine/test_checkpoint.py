@@ -40,7 +40,7 @@ def make_state(mesh, seed, sharding=SHARDED):
     optimizer = AdamW(parameters, OptimizerConfig())
     initialise(parameters, seed)
     for parameter in parameters:
-        for tensor in optimizer.moments()[parameter.name].values():
+        for tensor in optimizer.moments[parameter.name].values():
             tensor.copy_(parameter.shard * (seed + 2))
     return parameters, optimizer
 
@@ -62,7 +62,7 @@ def load_on(label, path, sharding=SHARDED):
     assert optimizer.num_steps == manifest.step
     found = []
     for parameter in parameters:
-        tensors = {"model": parameter.shard, **optimizer.moments()[parameter.name]}
+        tensors = {"model": parameter.shard, **optimizer.moments[parameter.name]}
         for kind, tensor in tensors.items():
             for b in canonical_blocks(parameter, tensor):
                 found.append((f"{kind}.{b.name}", b.global_shape, b.offsets, b.tensor.clone()))
@@ -100,7 +100,7 @@ def test_every_mesh_reads_what_every_other_wrote(gloo_pool, tmp_path, written, s
     parameters, optimizer = make_state(Mesh.single(), seed=5)
     expected = {}
     for parameter in parameters:
-        tensors = {"model": parameter.shard, **optimizer.moments()[parameter.name]}
+        tensors = {"model": parameter.shard, **optimizer.moments[parameter.name]}
         for kind, tensor in tensors.items():
             for b in canonical_blocks(parameter, tensor):
                 expected[f"{kind}.{b.name}"] = b.tensor
@@ -139,12 +139,12 @@ def test_ranks_outside_the_mesh_take_no_part(gloo_pool, tmp_path):
 
 def test_elements_that_were_not_saved_are_named(tmp_path):
     half = CanonicalBlock(
-        name="model.head",
+        name="head",
         tensor=torch.empty(2, 2, device="meta"),
         global_shape=(4, 2),
         offsets=(2, 0),
     )
-    path = write_checkpoint(tmp_path, 0, [half], lambda key: torch.ones(2, 2), {})
+    path = write_checkpoint(tmp_path, 0, {"model.head": half}, lambda key: torch.ones(2, 2), {})
     with pytest.raises(ValueError, match="4 of 8 elements were saved"):
         read_tensor(path, "model.head")
 
@@ -263,15 +263,15 @@ def test_a_missing_folder_holds_no_checkpoint(tmp_path):
 
 def test_missing_keys_and_wrong_shapes_are_named_and_nothing_is_loaded(tmp_path):
     shapes = {"model.embedding": (VOCABULARY, HIDDEN + 1), "model.head": (3, 2)}
-    blocks = [
-        CanonicalBlock(
+    blocks = {
+        key: CanonicalBlock(
             name=key,
             tensor=torch.empty(shape, device="meta"),
             global_shape=shape,
             offsets=(0,) * len(shape),
         )
         for key, shape in shapes.items()
-    ]
+    }
     path = write_checkpoint(tmp_path, 0, blocks, lambda key: torch.ones(shapes[key]), {})
     assert torch.equal(read_tensor(path, "model.head"), torch.ones(3, 2))
     assert checkpoint_fault(path) is None

@@ -74,7 +74,7 @@ def canonical_state(parameters, optimizer):
     return [
         (f"{kind}.{b.name}", b.tensor.clone(), b.global_shape, b.offsets)
         for p in parameters
-        for kind, tensor in {"w": p.shard, **optimizer.moments()[p.name]}.items()
+        for kind, tensor in {"w": p.shard, **optimizer.moments[p.name]}.items()
         for b in canonical_blocks(p, tensor)
     ]
 
@@ -174,7 +174,7 @@ def test_equals_torch_in_bf16(shape):
     moved = copy.detach() - start
     assert (parameter.shard - copy.detach()).norm() < 0.01 * moved.norm()
     momentum = oracle.state[copy]["momentum_buffer"]
-    torch.testing.assert_close(optimizer.moments()[parameter.name]["momentum"], momentum)
+    torch.testing.assert_close(optimizer.moments[parameter.name]["momentum"], momentum)
 
 
 def test_singular_values_come_close_to_one():
@@ -191,7 +191,7 @@ def steps_on(label, chunk_elements, dtype=torch.float64, num_steps=3):
     parameters = odd_parameters(mesh, dtype)
     optimizer = Muon(parameters, MUON, chunk_elements=chunk_elements)
     run_steps(parameters, optimizer, range(1, num_steps + 1))
-    table = describe_groups(optimizer.groups(), mesh)
+    table = describe_groups(optimizer.groups, mesh)
     return canonical_state(parameters, optimizer), table
 
 
@@ -199,9 +199,7 @@ def reference_state(dtype=torch.float64):
     parameters = odd_parameters(Mesh.single(), dtype)
     optimizer = Muon(parameters, MUON)
     run_steps(parameters, optimizer, range(1, 4))
-    return canonical_state(parameters, optimizer), describe_groups(
-        optimizer.groups(), Mesh.single()
-    )
+    return canonical_state(parameters, optimizer), describe_groups(optimizer.groups, Mesh.single())
 
 
 def assert_same_state(states, expected, tolerance):
@@ -277,14 +275,14 @@ def test_without_gradients_matrices_only_decay():
 def test_every_parameter_is_in_the_group_of_its_role():
     parameters = odd_parameters(Mesh.single())
     optimizer = Muon(parameters, MUON)
-    groups = optimizer.groups()
+    groups = optimizer.groups
     names = [p.name for members in groups.values() for p in members]
     assert sorted(names) == sorted(p.name for p in parameters)
-    assert optimizer.moments().keys() == set(names)
+    assert optimizer.moments.keys() == set(names)
     assert {p.role for p in groups["muon"]} == {Role.MATRIX, Role.EXPERT_MATRIX}
     trained = {role for role in Role if role.is_trained}
     assert {p.role for p in groups["adamw"]} == trained - {Role.MATRIX, Role.EXPERT_MATRIX}
-    table = describe_groups(optimizer.groups(), Mesh.single()).splitlines()[1:]
+    table = describe_groups(optimizer.groups, Mesh.single()).splitlines()[1:]
     elements = [int(line.split()[-1].replace(",", "")) for line in table]
     assert sum(elements) == sum(prod(p.global_shape) for p in parameters)
     assert "muon       expert matrix         8            1,120" in table

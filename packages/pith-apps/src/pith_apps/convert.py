@@ -101,15 +101,15 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
     print(f"importing {source}: {tensors.account}")
     total = parameter_counts(config).total
     with _progress("import", total) as bar:
-        blocks = [
-            CanonicalBlock(
-                name=f"model.{tensor.name}",
+        blocks = {
+            f"model.{tensor.name}": CanonicalBlock(
+                name=tensor.name,
                 tensor=torch.empty(tensor.shape, device="meta"),
                 global_shape=tensor.shape,
                 offsets=(0,) * len(tensor.shape),
             )
             for tensor in layout
-        ]
+        }
         read = partial(_read_and_count, tensors, bar)
         facts = {"imported_from": str(source), "config": {"model": model_record(config)}}
         path = write_checkpoint(checkpoints, 0, blocks, read, facts)

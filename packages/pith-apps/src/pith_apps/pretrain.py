@@ -68,7 +68,7 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
                 optimizer = AdamW(trainer.parameters, config.optim)
             case "muon":
                 optimizer = Muon(trainer.parameters, config.optim)
-        assignment = describe_groups(optimizer.groups(), mesh)
+        assignment = describe_groups(optimizer.groups, mesh)
         resumed = _resume(config, trainer, optimizer)
         start = _resumed_lines(config, resumed) if resumed else _start(config, trainer)
         with RunLog(

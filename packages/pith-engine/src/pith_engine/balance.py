@@ -1,24 +1,23 @@
 """Load balancing of experts: auxiliary losses, selection bias, the load that a run shows.
 
-For the N members of a router's pool, c_i how often counted tokens (whose target is not ignored)
-chose i, and s_ti the normalised score of token t,
+For the N members of a router's pool, c_i how often counted tokens (with a target) chose i, and s_ti
+the normalised score of token t,
 
     f_i = N c_i / sum over j of c_j     P_i = mean over the counted tokens of s_ti
     L   = sum over i of f_i P_i
 
 which is 1 when the load is even, whatever the top-k (Hugging Face's value is k times this). A step
-adds the coefficient times the sum of L over layers, whose gradient goes through the scores alone;
-methods differ in what the factors f are counted over:
+adds the coefficient times the sum of L over layers, whose gradient goes through the scores alone.
+Methods differ in what c is counted over:
 
-    method        c counted over                         source, arXiv
-    micro-batch   the sequences of one micro-batch       2101.03961
+    micro-batch   the sequences of one micro-batch       arXiv 2101.03961
     sequence      each sequence                          2412.19437
     global-batch  the whole global batch, step before    2501.11873
     bias          no loss: `update_balance_biases`       2408.15664
 
-`global-batch` takes the step before (even load at the first): the factors of a batch are not known
-at its first backward. The router z-loss (2202.08906), mean over counted tokens of
-logsumexp(logits)^2, goes with any of them.
+A global batch's own counts are not known at its first backward, hence the step before (even load at
+the first). The router z-loss (2202.08906), mean over counted tokens of logsumexp(logits)^2, goes
+with any method.
 
 The trap: no value may depend on how sequences fall into micro-batches or ranks, so these are sums,
 which the caller divides by the global count.

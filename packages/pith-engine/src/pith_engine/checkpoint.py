@@ -1,17 +1,17 @@
 """Checkpoints: saved by all ranks in parallel, independent of the mesh, complete or invisible.
 
-`step-00000100` is a folder in PyTorch's DCP format, with canonical names
+`step-00000100` is a folder in PyTorch's DCP format. Tensors have canonical names
 (`model.layers.3.q_proj`, `optimizer.exp_avg.layers.3.q_proj`) and global shapes; each rank writes
-its blocks at their true offsets, so any mesh reads what any other wrote. To save:
+its blocks at their offsets, so any mesh reads what any other wrote. To save:
 
     1. rank 0 deletes what killed saves left and makes an empty `step-00000100.tmp`
     2. every rank writes its blocks (rank 0 also `.metadata`) and hashes its files
     3. rank 0 writes `manifest.json`: names, sizes, hashes, and the run's facts
     4. rank 0 renames the folder to `step-00000100`
 
-It is complete when every file of the manifest has its size; a load compares hashes first (1.3 s a
-GB on one core). A share of a part (gate and up are one tensor) is no DTensor placement, hence the
-planners. The trap: DCP does not check that a load covers every element; `_read_blocks` does.
+It is complete when every file of the manifest has its size; a load compares hashes (1.3 s a GB on
+one core). Planners of our own, as a share of a part (gate and up are one tensor) is no DTensor
+placement. The trap: DCP does not check that a load covers every element; `_read_blocks` does.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from platform import python_version
 from typing import Any
@@ -102,11 +102,11 @@ def save_checkpoint(
 def write_checkpoint(
     folder: Path,
     step: int,
-    blocks: Sequence[CanonicalBlock],
+    blocks: Mapping[str, CanonicalBlock],
     read: Callable[[str], Tensor],
     run: Mapping[str, Any],
 ) -> Path:
-    """Save meta blocks `model.*` from one process, each read by its name when it is written."""
+    """Save meta blocks `model.*` from one process, each read by its key when it is written."""
     return _commit(folder, step, blocks, run, Mesh.single(), read)
 
 
@@ -190,7 +190,7 @@ def read_tensor(path: Path, key: str) -> Tensor:
     tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
     shape, offsets = tuple(stored.size), (0,) * tensor.dim()
     block = CanonicalBlock(name=key, tensor=tensor, global_shape=shape, offsets=offsets)
-    _read_blocks(reader, metadata, [block])
+    _read_blocks(reader, metadata, {key: block})
     return tensor
 
 
@@ -202,18 +202,17 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 
 
 def _read_blocks(
-    reader: FileSystemReader, metadata: Metadata, blocks: Sequence[CanonicalBlock]
+    reader: FileSystemReader, metadata: Metadata, blocks: Mapping[str, CanonicalBlock]
 ) -> None:
     """Check all blocks, then fill them."""
     items, faults = [], []
-    for block in blocks:
-        key, shape, wanted = block.name, block.global_shape, block.tensor.numel()
-        stored = metadata.state_dict_metadata.get(key)
+    for key, block in blocks.items():
+        stored, shape = metadata.state_dict_metadata.get(key), block.global_shape
         if not isinstance(stored, TensorStorageMetadata):
             faults.append(f"{key}: missing")
         elif tuple(stored.size) != shape:
             faults.append(f"{key}: shape {tuple(stored.size)}, expected {shape}")
-        elif wanted:
+        elif wanted := block.tensor.numel():
             reads = create_read_items_for_chunk_list(key, stored, [_chunk(block)])
             # Saved chunks do not overlap: equal counts mean full cover.
             covered = sum(read.lengths.numel() for read in reads)
@@ -230,39 +229,39 @@ class _BlockSavePlanner(DefaultSavePlanner):
     """Saves blocks; DCP's state dict stays empty."""
 
     def __init__(
-        self, blocks: Sequence[CanonicalBlock], read: Callable[[str], Tensor] | None
+        self, blocks: Mapping[str, CanonicalBlock], read: Callable[[str], Tensor] | None
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._blocks = {block.name: block for block in blocks if block.tensor.numel()}
-        self._read = read
+        self._blocks, self._read = blocks, read
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([])
-        for name, block in self._blocks.items():
-            properties = TensorProperties(dtype=block.tensor.dtype)
-            data = TensorWriteData(_chunk(block), properties, torch.Size(block.global_shape))
-            index = MetadataIndex(name, block.offsets)
-            self.plan.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        for key, block in self._blocks.items():
+            if block.tensor.numel():
+                properties = TensorProperties(dtype=block.tensor.dtype)
+                data = TensorWriteData(_chunk(block), properties, torch.Size(block.global_shape))
+                index = MetadataIndex(key, block.offsets)
+                self.plan.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        name = write_item.index.fqn
-        return self._read(name) if self._read else self._blocks[name].tensor
+        key = write_item.index.fqn
+        return self._read(key) if self._read else self._blocks[key].tensor
 
 
 class _BlockLoadPlanner(DefaultLoadPlanner):
-    def __init__(self, blocks: Sequence[CanonicalBlock]):
+    def __init__(self, blocks: Mapping[str, CanonicalBlock]) -> None:
         super().__init__()
-        self._tensors = {block.name: block.tensor for block in blocks}
+        self._blocks = blocks
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._tensors[index.fqn]
+        return self._blocks[index.fqn].tensor
 
 
 def _commit(
     folder: Path,
     step: int,
-    blocks: Sequence[CanonicalBlock],
+    blocks: Mapping[str, CanonicalBlock],
     run: Mapping[str, Any],
     mesh: Mesh,
     read: Callable[[str], Tensor] | None = None,
@@ -312,16 +311,16 @@ def _commit(
 
 def _blocks(
     parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None
-) -> list[CanonicalBlock]:
-    moments = {} if optimizer is None else optimizer.moments()
-    blocks = []
+) -> dict[str, CanonicalBlock]:
+    moments = {} if optimizer is None else optimizer.moments
+    blocks = {}
     for parameter in parameters:
         tensors = {"model": parameter.shard}
         for moment, tensor in moments.get(parameter.name, {}).items():
             tensors[f"optimizer.{moment}"] = tensor
         for prefix, tensor in tensors.items():
             for block in canonical_blocks(parameter, tensor):
-                blocks.append(replace(block, name=f"{prefix}.{block.name}"))
+                blocks[f"{prefix}.{block.name}"] = block
     return blocks
 
 

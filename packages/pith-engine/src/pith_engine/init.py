@@ -4,8 +4,7 @@ Each canonical tensor, and each expert of a stack, is drawn whole in fp32 on the
 
     values = std * normal(seed = hash(seed, name, expert), shape = the whole tensor)
 
-and cut to this rank's block. The trap: generators of CPUs and GPUs differ, so their runs start
-alike only from a checkpoint.
+and cut to this rank's block. The trap: generators of CPUs and GPUs differ.
 """
 
 import hashlib

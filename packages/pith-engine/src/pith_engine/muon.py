@@ -68,7 +68,10 @@ class _Piece:
 
 
 class Muon:
-    """Muon where `Role.uses_muon`, AdamW for the others; all ranks make it together."""
+    """Muon where `Role.uses_muon`, AdamW for the others; all ranks make it together.
+
+    `groups`, `moments` and `num_steps` are as in `AdamW`.
+    """
 
     def __init__(
         self,
@@ -78,39 +81,33 @@ class Muon:
         chunk_elements: int = CHUNK_ELEMENTS,
     ):
         self.num_steps = 0
-        self._matrices = [p for p in parameters if p.role.uses_muon]
+        matrices = [p for p in parameters if p.role.uses_muon]
         self._rest = AdamW([p for p in parameters if not p.role.uses_muon], config)
         self._momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
         self._weight_decay = config.weight_decay
-        self._moments = {p.name: {"momentum": torch.zeros_like(p.shard)} for p in self._matrices}
-        assert len(self._moments) == len(self._matrices), "two parameters have one name"
+        moments = {p.name: {"momentum": torch.zeros_like(p.shard)} for p in matrices}
+        assert len(moments) == len(matrices), "two parameters have one name"
+        self.groups = {"muon": matrices, **self._rest.groups}
+        self.moments = {**moments, **self._rest.moments}
         # One for all: no role of Muon keeps the master dtype.
-        self._dtype = self._matrices[0].full.dtype if self._matrices else torch.float32
+        self._dtype = matrices[0].full.dtype if matrices else torch.float32
         self._local: list[_Piece] = []
         spread: dict[Axis, list[_Piece]] = {}
         held = 0
-        for parameter in self._matrices:
-            momentum = self._moments[parameter.name]["momentum"]
+        for parameter in matrices:
+            momentum = moments[parameter.name]["momentum"]
             for piece in _pieces(parameter, momentum, chunk_elements):
                 held += piece.shard.numel()
                 if piece.places:
                     spread.setdefault(parameter.axis, []).append(piece)
                 elif piece.shard.numel():
                     self._local.append(piece)
-        assert held == sum(p.shard.numel() for p in self._matrices), "each element in one matrix"
+        assert held == sum(p.shard.numel() for p in matrices), "each element in one matrix"
         self._chunks = [
             (axis, owned_by)
             for axis, pieces in spread.items()
             for owned_by in _assign(pieces, axis.size, chunk_elements)
         ]
-
-    def groups(self) -> dict[str, list[ShardedParameter]]:
-        """Under `muon` and `adamw`."""
-        return {"muon": self._matrices, **self._rest.groups()}
-
-    def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Stored name -> `momentum`, or AdamW's moments."""
-        return {**self._moments, **self._rest.moments()}
 
     @torch.no_grad()
     def step(self, lr: float) -> None:

@@ -14,7 +14,6 @@ from math import inf, prod
 from typing import Literal
 
 import torch
-from torch import Tensor
 from torch.optim.adamw import adamw
 
 from pith_engine.fsdp import ShardedParameter
@@ -56,50 +55,47 @@ class OptimizerConfig:
 
 def describe_groups(groups: dict[str, list[ShardedParameter]], mesh: Mesh) -> str:
     """A table of what each method updates; all ranks call it. Gate and up are two tensors."""
-    tensors, elements = Counter[str](), Counter[str]()
+    counts = Counter[tuple[str, str]]()
     for method, members in groups.items():
         for p in members:
             row = f"{method:<10} {p.role.value:<14}"
-            tensors[row] += max(1, len(p.parts))
-            elements[row] += prod(p.global_shape)
-    tensors, elements = (sum(gather_objects(c, mesh.pp), Counter()) for c in (tensors, elements))
+            counts[row, "tensors"] += max(1, len(p.parts))
+            counts[row, "elements"] += prod(p.global_shape)
+    counts = sum(gather_objects(counts, mesh.pp), Counter())
     lines = [f"{'optimizer':<10} {'role':<14} {'tensors':>8} {'elements':>16}"]
-    lines += [f"{row} {tensors[row]:>8} {elements[row]:>16,}" for row in sorted(tensors)]
+    for row in sorted({row for row, _ in counts}):
+        lines.append(f"{row} {counts[row, 'tensors']:>8} {counts[row, 'elements']:>16,}")
     return "\n".join(lines)
 
 
 class AdamW:
-    """One rank's; a resumed run sets `num_steps`, the updates so far."""
+    """One rank's optimizer; a resumed run sets `num_steps`, the updates so far.
+
+    `groups`: method -> what it trains. `moments`: stored name -> live tensors like the shard.
+    """
 
     def __init__(self, parameters: Sequence[ShardedParameter], config: OptimizerConfig):
         raise_violations(config.violations(), "optimizer")
         self.num_steps = 0
         self._config = config
-        self._parameters = [p for p in parameters if p.role.is_trained]
-        self._moments = {
+        trained = [p for p in parameters if p.role.is_trained]
+        self.groups = {"adamw": trained}
+        self.moments = {
             p.name: {name: torch.zeros_like(p.shard) for name in ("exp_avg", "exp_avg_sq")}
-            for p in self._parameters
+            for p in trained
         }
-        assert len(self._moments) == len(self._parameters), "two parameters have one name"
-
-    def groups(self) -> dict[str, list[ShardedParameter]]:
-        """Under `adamw`."""
-        return {"adamw": self._parameters}
-
-    def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Stored name -> `exp_avg` and `exp_avg_sq`, live and shaped like the shard."""
-        return self._moments
+        assert len(self.moments) == len(trained), "two parameters have one name"
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update all shards."""
         beta1, beta2 = self._config.betas
-        held = [p for p in self._parameters if p.shard.numel()]
+        held = [p for p in self.groups["adamw"] if p.shard.numel()]
         for decayed in (True, False):
             members = [p for p in held if p.role.is_decayed == decayed]
             if not members:
                 continue
-            moments = [self._moments[p.name] for p in members]
+            moments = [self.moments[p.name] for p in members]
             device = members[0].shard.device
             # The kernel adds one to the count of steps first.
             counts = torch.full((len(members),), float(self.num_steps), device=device)

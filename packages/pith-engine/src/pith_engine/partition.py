@@ -1,7 +1,7 @@
 """How many layers each pipeline chunk holds, by cost.
 
-Rank 0, which holds the first and the last chunk, also carries the head, which for a large
-vocabulary weighs several layers. The pipeline is limited by
+Rank 0, with the first and the last chunk, also has the head, which for a large vocabulary weighs
+several layers. The pipeline is limited by
 
     minimise   max over ranks r of  cost(chunk r) + cost(chunk 2 pp - 1 - r)
     then       sum over chunks of   cost(chunk) ** 2
@@ -24,15 +24,14 @@ def layers_per_chunk(layer_costs: tuple[float, ...], pp: int, head_cost: float) 
     """Layers of `2 * pp` chunks that load the fullest rank least; costs from 0, in any unit."""
     sums = _cost_sums(layer_costs, head_cost)
     total = sums[-1]
-    best = _fill(sums, pp, 2 * total, evenly=False)  # no limit, rounding included
-    assert best is not None, f"mesh_violations refuses {2 * pp} chunks of {len(layer_costs)} layers"
-    low, high = total / pp, max(_rank_costs(sums, best))
+    low, high = total / pp, 2 * total
     while high - low > PRECISION * total:
         middle = (low + high) / 2
         found = _fill(sums, pp, middle, evenly=False)
         low, high = (middle, high) if found is None else (low, max(_rank_costs(sums, found)))
     layers = _fill(sums, pp, high + PRECISION * total, evenly=True)
-    assert layers and sum(layers) == len(layer_costs), "the limit is that of a partition found"
+    assert layers, f"mesh_violations refuses {2 * pp} chunks of {len(layer_costs)} layers"
+    assert sum(layers) == len(layer_costs), "no layer is lost"
     return layers
 
 

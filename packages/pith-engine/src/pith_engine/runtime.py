@@ -1,11 +1,10 @@
 """Processes: joining the group, failing together, and the only wrappers of collectives.
 
-On GPUs the group is `cpu:gloo,cuda:nccl`, so objects and barriers never touch a GPU stream.
-Collectives take an `Axis` and are the identity when it has one rank.
+On GPUs the group is `cpu:gloo,cuda:nccl`: objects and barriers never touch a GPU stream. A
+collective on an `Axis` of one rank is the identity.
 
-A rank that raises in its main thread prints the place, then its traceback, and exits without
-draining collectives or running exit handlers: its peers see a closed connection and follow within
-seconds, and the first traceback is the cause.
+A rank that raises in its main thread prints the place and its traceback and exits at once, without
+exit handlers: its peers see a closed connection and follow, so the first traceback is the cause.
 """
 
 import os
