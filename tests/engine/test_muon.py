@@ -13,8 +13,14 @@ from pith_engine.contract import ModelChunk, Role, declare
 from pith_engine.fsdp import canonical_blocks, cut_block, shard_chunks, sharded_parameters
 from pith_engine.init import initialise
 from pith_engine.mesh import Mesh, parse_mesh
-from pith_engine.muon import CHUNK_ELEMENTS, Muon, orthogonalise
-from pith_engine.optim import AdamW, OptimizerConfig, describe_groups
+from pith_engine.optim import (
+    CHUNK_ELEMENTS,
+    AdamW,
+    Muon,
+    OptimizerConfig,
+    describe_groups,
+    orthogonalise,
+)
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -131,21 +137,21 @@ def test_every_canonical_matrix_follows_the_formula():
 def test_a_fault_does_not_pass(monkeypatch, fault):
     match fault:
         case "scale":
-            monkeypatch.setattr("pith_engine.muon.UPDATE_RMS", 0.201)
+            monkeypatch.setattr("pith_engine.optim.UPDATE_RMS", 0.201)
         case "iterations":
-            monkeypatch.setattr("pith_engine.muon.NUM_ITERATIONS", 4)
+            monkeypatch.setattr("pith_engine.optim.NUM_ITERATIONS", 4)
         case "parts":
             monkeypatch.setattr(
-                "pith_engine.muon.canonical_blocks",
+                "pith_engine.optim.canonical_blocks",
                 lambda p, tensor: canonical_blocks(replace(p, parts=()), tensor),
             )
         case "experts":  # taken as one tall matrix
             monkeypatch.setattr(
-                "pith_engine.muon.orthogonalise",
+                "pith_engine.optim.orthogonalise",
                 lambda x: orthogonalise(x.reshape(1, -1, x.shape[-1])).reshape(x.shape),
             )
         case "norm":
-            monkeypatch.setattr("pith_engine.muon.SMALLEST_NORM", 100.0)
+            monkeypatch.setattr("pith_engine.optim.SMALLEST_NORM", 100.0)
     assert largest_error() > 1e-4
 
 

@@ -36,8 +36,7 @@ from pith_engine.gradients import (
     raise_if_weights_not_finite,
 )
 from pith_engine.lr import learning_rate
-from pith_engine.muon import Muon
-from pith_engine.optim import AdamW, describe_groups
+from pith_engine.optim import AdamW, Muon, describe_groups
 from pith_engine.runtime import all_reduce, gather_objects, read_launch
 from pith_models.build import canonical_tensors, skipped_keys
 from pith_models.hf import HuggingFaceTensors

@@ -48,8 +48,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from pith_engine.fsdp import CanonicalBlock, ShardedParameter, canonical_blocks
 from pith_engine.mesh import Mesh
-from pith_engine.muon import Muon
-from pith_engine.optim import AdamW
+from pith_engine.optim import AdamW, Muon
 from pith_engine.runtime import barrier, gather_objects
 
 MANIFEST_NAME = "manifest.json"
