@@ -144,7 +144,8 @@ def test_elements_that_were_not_saved_are_named(tmp_path):
         global_shape=(4, 2),
         offsets=(2, 0),
     )
-    path = write_checkpoint(tmp_path, 0, {"model.head": half}, lambda key: torch.ones(2, 2), {})
+    blocks, mesh = {"model.head": half}, Mesh.single()
+    path = write_checkpoint(tmp_path, 0, blocks, {}, mesh, lambda key: torch.ones(2, 2))
     with pytest.raises(ValueError, match="4 of 8 elements were saved"):
         read_tensor(path, "model.head")
 
@@ -272,7 +273,8 @@ def test_missing_keys_and_wrong_shapes_are_named_and_nothing_is_loaded(tmp_path)
         )
         for key, shape in shapes.items()
     }
-    path = write_checkpoint(tmp_path, 0, blocks, lambda key: torch.ones(shapes[key]), {})
+    mesh = Mesh.single()
+    path = write_checkpoint(tmp_path, 0, blocks, {}, mesh, lambda key: torch.ones(shapes[key]))
     assert torch.equal(read_tensor(path, "model.head"), torch.ones(3, 2))
     assert checkpoint_fault(path) is None
     parameters, optimizer = make_state(Mesh.single(), seed=5)

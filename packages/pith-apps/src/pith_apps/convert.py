@@ -112,7 +112,7 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
         }
         read = partial(_read_and_count, tensors, bar)
         facts = {"imported_from": str(source), "config": {"model": model_record(config)}}
-        path = write_checkpoint(checkpoints, 0, blocks, read, facts)
+        path = write_checkpoint(checkpoints, 0, blocks, facts, Mesh.single(), read)
     print(f"imported {source} to {path}: {len(layout)} tensors, {total * 4 / 1e6:,.1f} MB")
     return path
 

@@ -97,8 +97,7 @@ def balance_loss(routing: Routing, batch: Batch, factors: Tensor) -> Tensor:
     """Sum over counted tokens and the pool of f * score, in the scores' dtype."""
     num_rows, pool = factors.shape
     counted = routing.scores * batch.counted[:, None]
-    score_sums = counted.view(num_rows, -1, pool).sum(1)
-    return (factors.to(score_sums.dtype) * score_sums).sum()
+    return (factors.to(counted.dtype) * counted.view(num_rows, -1, pool).sum(1)).sum()
 
 
 def router_z_loss(routing: Routing, batch: Batch) -> Tensor:
@@ -113,7 +112,7 @@ def auxiliary_losses(
 
     And both unweighted, `[2]` float64 without gradient.
     """
-    terms, values = [], torch.zeros(2, dtype=torch.float64, device=routing.scores.device)
+    terms, values = [], routing.scores.new_zeros(2, dtype=torch.float64)
     if factors is not None:
         balance = balance_loss(routing, batch, factors)
         values[0] = balance.detach()

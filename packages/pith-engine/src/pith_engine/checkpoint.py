@@ -95,18 +95,59 @@ def save_checkpoint(
     Earlier ones survive any failure: a CheckpointException on every rank, or rank 0's OSError.
     """
     written = [p for p in parameters if p.replicas.rank == 0]  # replicas hold the same bits
-    return _commit(folder, step, _blocks(written, optimizer), run, mesh)
+    return write_checkpoint(folder, step, _blocks(written, optimizer), run, mesh)
 
 
 def write_checkpoint(
     folder: Path,
     step: int,
     blocks: Mapping[str, CanonicalBlock],
-    read: Callable[[str], Tensor],
     run: Mapping[str, Any],
+    mesh: Mesh,
+    read: Callable[[str], Tensor] | None = None,
 ) -> Path:
-    """Save meta blocks `model.*` from one process, each read by its key when it is written."""
-    return _commit(folder, step, blocks, run, Mesh.single(), read)
+    """Save blocks by key, on all ranks. An import has meta blocks, each read when it is written."""
+    final, rank = folder / f"step-{step:08d}", mesh.world.rank
+    temporary = final.with_suffix(".tmp")
+    # 1.
+    if rank == 0:
+        for left in _folders(folder, _LEFT_NAME):
+            shutil.rmtree(left)
+        temporary.mkdir(parents=True)
+    barrier(mesh.world)
+    # 2. In files `__<rank>_*`. DCP keeps a file's tensors until it is closed: those that are read
+    # one by one get a file each.
+    writer = FileSystemWriter(temporary, single_file_per_rank=read is None, sync_files=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
+        save(
+            {},
+            storage_writer=writer,
+            planner=_BlockSavePlanner(blocks, read),
+            process_group=mesh.world.group,
+            no_dist=mesh.world.size == 1,
+        )
+    mine = [*temporary.glob(f"__{rank}_*"), *([temporary / ".metadata"] if rank == 0 else [])]
+    records = gather_objects({path.name: _record(path) for path in sorted(mine)}, mesh.world)
+    # 3. and 4. The manifest last, then the name.
+    if rank == 0:
+        manifest = Manifest(
+            step=step,
+            has_optimizer=read is None,
+            files={name: record for part in records for name, record in part.items()},
+            run=dict(run),
+            versions={"python": python_version(), "torch": torch.__version__},
+        )
+        (temporary / MANIFEST_NAME).write_text(json.dumps(asdict(manifest), indent=1))
+        _sync(temporary / MANIFEST_NAME)
+        _sync(temporary)
+        replaced = [_renamed_aside(final)] if final.exists() else []
+        temporary.rename(final)
+        _sync(folder)
+        for path in replaced:
+            shutil.rmtree(path)
+    barrier(mesh.world)
+    return final
 
 
 def find_checkpoint(folder: Path) -> Path | None:
@@ -255,57 +296,6 @@ class _BlockLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._blocks[index.fqn].tensor
-
-
-def _commit(
-    folder: Path,
-    step: int,
-    blocks: Mapping[str, CanonicalBlock],
-    run: Mapping[str, Any],
-    mesh: Mesh,
-    read: Callable[[str], Tensor] | None = None,
-) -> Path:
-    final, rank = folder / f"step-{step:08d}", mesh.world.rank
-    temporary = final.with_suffix(".tmp")
-    # 1.
-    if rank == 0:
-        for left in _folders(folder, _LEFT_NAME):
-            shutil.rmtree(left)
-        temporary.mkdir(parents=True)
-    barrier(mesh.world)
-    # 2. In files `__<rank>_*`. DCP keeps a file's tensors until it is closed: those that are read
-    # one by one get a file each.
-    writer = FileSystemWriter(temporary, single_file_per_rank=read is None, sync_files=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
-        save(
-            {},
-            storage_writer=writer,
-            planner=_BlockSavePlanner(blocks, read),
-            process_group=mesh.world.group,
-            no_dist=mesh.world.size == 1,
-        )
-    mine = [*temporary.glob(f"__{rank}_*"), *([temporary / ".metadata"] if rank == 0 else [])]
-    records = gather_objects({path.name: _record(path) for path in sorted(mine)}, mesh.world)
-    # 3. and 4. The manifest last, then the name.
-    if rank == 0:
-        manifest = Manifest(
-            step=step,
-            has_optimizer=read is None,
-            files={name: record for part in records for name, record in part.items()},
-            run=dict(run),
-            versions={"python": python_version(), "torch": torch.__version__},
-        )
-        (temporary / MANIFEST_NAME).write_text(json.dumps(asdict(manifest), indent=1))
-        _sync(temporary / MANIFEST_NAME)
-        _sync(temporary)
-        replaced = [_renamed_aside(final)] if final.exists() else []
-        temporary.rename(final)
-        _sync(folder)
-        for path in replaced:
-            shutil.rmtree(path)
-    barrier(mesh.world)
-    return final
 
 
 def _blocks(

@@ -181,10 +181,10 @@ class Unit:
 
 def shard_axes(mesh: Mesh, sharding: ShardingConfig, *, is_expert: bool) -> tuple[Axis, Axis]:
     """Axes that shard and replicate parameters."""
+    whole, part = (mesh.expert_data, mesh.cp) if is_expert else (mesh.data, mesh.dense_shards)
     if sharding.replicate_experts if is_expert else sharding.replicate_dense:
-        return (mesh.cp if is_expert else mesh.dense_shards), mesh.dp
-    none = Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
-    return (mesh.expert_data if is_expert else mesh.data), none
+        return part, mesh.dp
+    return whole, Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
 
 
 def shard_chunks(

@@ -141,9 +141,10 @@ class Mesh:
             raise ValueError(f"{needed}, {running} are running")
         groups = {}
         for name, rank in product(_MEMBERS, range(config.world_size)):
-            key = name == "ep_backward", _ranks_of(name, config, rank)
-            if len(key[1]) > 1 and key not in groups:
-                groups[key] = distributed.new_group(list(key[1]), timeout=timeout)
+            ranks = _ranks_of(name, config, rank)
+            key = name == "ep_backward", ranks
+            if len(ranks) > 1 and key not in groups:
+                groups[key] = distributed.new_group(list(ranks), timeout=timeout)
         rank = distributed.get_rank()
         return cls.plan(config, rank, groups) if rank < config.world_size else None
 
@@ -189,22 +190,22 @@ def mesh_violations(
         )
     num_blocks = 2 * config.cp if config.cp > 1 else 1
     if rest := sequence_length % num_blocks:
-        nearest = (sequence_length - rest, sequence_length - rest + num_blocks)
-        valid = ", ".join(str(length) for length in nearest if length)
+        below = sequence_length - rest
+        valid = f"{below}, {below + num_blocks}" if below else num_blocks
         wrong.append(
             f"mesh.cp = {config.cp} cuts a sequence into 2 x cp = {num_blocks} blocks, no divisor "
             f"of train.sequence_length {sequence_length}; nearest valid lengths: {valid}"
         )
     wrong += expert_violations(num_experts, config.ep)
-    if num_layers < 2 * config.pp:
+    if num_layers < (num_chunks := 2 * config.pp):
         wrong.append(
-            f"mesh.pp = {config.pp} cuts {num_layers} layers into {2 * config.pp} chunks; at most "
+            f"mesh.pp = {config.pp} cuts {num_layers} layers into {num_chunks} chunks; at most "
             f"{num_layers // 2}"
         )
     step = config.num_batch_ranks
-    least = 2 * config.pp * step
-    if num_micro_batches % step or num_micro_batches < least:
-        nearest = max(least, -(-num_micro_batches // step) * step)
+    least = num_chunks * step
+    nearest = max(least, -(-num_micro_batches // step) * step)
+    if num_micro_batches != nearest:
         wrong.append(
             f"train.batch / train.micro_batch = {num_micro_batches}: allowed are multiples of dp x "
             f"ep = {step} from {least} (2 x pp x dp x ep); set --train.batch {nearest}, times "

@@ -159,7 +159,7 @@ def _report(error: BaseException) -> str:
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
-    """Reduce a contiguous tensor in place; returns it."""
+    """Reduce a contiguous tensor in place, and return it."""
     if axis.size > 1:
         operation = distributed.ReduceOp.SUM if op == "sum" else distributed.ReduceOp.MAX
         distributed.all_reduce(tensor, operation, group=_group(axis))
@@ -202,7 +202,7 @@ def all_to_all(
 
 
 class Exchange:
-    """Transfers under way and their tensors."""
+    """Transfers under way."""
 
     def __init__(
         self, receives: list[distributed.Work], sends: list[distributed.Work], tensors: list[Tensor]
