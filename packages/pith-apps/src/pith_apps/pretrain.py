@@ -239,7 +239,7 @@ def _save(
         if trainer.mesh.rank == 0:
             prune_checkpoints(config.checkpoint_folder, config.checkpoint.keep)
     if trainer.mesh.rank == 0:
-        size = sum(record.size for record in read_manifest(path).files.values())
+        size = sum(record["size"] for record in read_manifest(path).files.values())
         seconds = time.perf_counter() - start
         log.say(f"saved {path}: {size / 1e6:,.1f} MB in {seconds:.2f} s")
 

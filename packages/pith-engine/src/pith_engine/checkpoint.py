@@ -57,16 +57,6 @@ _LEFT_NAME = re.compile(r"step-\d{8}\.(tmp|deleted)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileRecord:
-    """One file."""
-
-    size: int
-    """Bytes."""
-    sha256: str
-    """In hexadecimal."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint holds."""
 
@@ -74,8 +64,8 @@ class Manifest:
     """Optimizer updates done."""
     has_optimizer: bool
     """False for an import."""
-    files: dict[str, FileRecord]
-    """The other files by name."""
+    files: dict[str, dict[str, Any]]
+    """`size` in bytes and `sha256` of the other files by name."""
     run: dict[str, Any]
     """JSON: configuration, data position, tokens seen."""
     versions: dict[str, str]
@@ -164,24 +154,22 @@ def checkpoint_fault(path: Path) -> str | None:
     if not (path / MANIFEST_NAME).is_file():
         return f"no {MANIFEST_NAME}"
     try:
-        manifest = read_manifest(path)
+        sizes = {name: record["size"] for name, record in read_manifest(path).files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST_NAME} cannot be read: {error}"
-    for name, record in manifest.files.items():
+    for name, size in sizes.items():
         file = path / name
         if file.parent != path:
             return f"{MANIFEST_NAME} lists {name}, which is not in the folder"
         found = file.stat().st_size if file.is_file() else None
-        if found != record.size:
-            return f"{name} has {found} bytes instead of {record.size}"
+        if found != size:
+            return f"{name} has {found} bytes instead of {size}"
     return None
 
 
 def read_manifest(path: Path) -> Manifest:
     """FileNotFoundError if there is none."""
-    fields = json.loads((path / MANIFEST_NAME).read_text())
-    files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
-    return Manifest(files=files, **fields)
+    return Manifest(**json.loads((path / MANIFEST_NAME).read_text()))
 
 
 def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
@@ -329,10 +317,10 @@ def _folders(folder: Path, name: re.Pattern[str]) -> list[Path]:
     return sorted(path for path in found if name.fullmatch(path.name) and path.is_dir())
 
 
-def _record(path: Path) -> FileRecord:
+def _record(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileRecord(size=path.stat().st_size, sha256=digest)
+    return {"size": path.stat().st_size, "sha256": digest}
 
 
 def _sync(path: Path) -> None:

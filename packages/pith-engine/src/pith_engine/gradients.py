@@ -59,13 +59,13 @@ def raise_if_not_finite(
 def raise_if_weights_not_finite(
     parameters: Sequence[ShardedParameter], step: int, mesh: Mesh
 ) -> None:
-    """FloatingPointError on every rank, naming the parameters, if a weight is NaN or infinite."""
+    """The same for weights before they are saved."""
     if where := _not_finite({p.name: p.shard for p in parameters}, mesh):
         raise FloatingPointError(f"step {step}: weights not finite in {where}; nothing is saved")
 
 
 def _not_finite(tensors: dict[str, Tensor], mesh: Mesh) -> str:
-    """The first tensors of all ranks with elements that are not finite."""
+    """The first of all ranks' tensors with elements that are not finite."""
     found = []
     for name, tensor in tensors.items():
         if bad := tensor.numel() - int(torch.isfinite(tensor).sum()):
