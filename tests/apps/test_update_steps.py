@@ -66,7 +66,7 @@ def three_updates(config: RunConfig, mesh: Mesh) -> tuple[list[float], bool, Blo
     trainer = build_trainer(config, mesh, CPU)
     optimizer = AdamW(trainer.parameters, OptimizerConfig())
     names = [p.name for p in trainer.parameters]
-    assert len(optimizer.moments()) == len(names)
+    assert len(optimizer.moments) == len(names)
     norms = []
     for step in range(3):
         data = replace(config, train=replace(config.train, seed=step))

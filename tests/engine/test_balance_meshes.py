@@ -234,7 +234,7 @@ def test_steps_are_those_of_one_process(gloo_pool, label, config):
         bias = results[0][1][f"layers.{layer}.router_bias"]
         assert torch.equal(bias, one.whole(False)[f"layers.{layer}.router_bias"])
         assert bias.abs().max() > 0
-        assert f"layers.{layer}.router_bias" not in one.optimizer.moments()
+        assert f"layers.{layer}.router_bias" not in one.optimizer.moments
     if config.method == "global-batch":
         even = Run(Mesh.single(), replace(config, coefficient=0.0), learns_language=True)
         assert abs(even.train(range(3))[-1].loss - expected[-1].loss) > 1e-6

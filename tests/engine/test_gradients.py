@@ -160,7 +160,7 @@ def poisoned(value, sharding):
         for p in parameters:
             p.full.grad.fill_(0.01)
         before = {p.name: p.shard.clone() for p in parameters}
-        moments = {n: m["exp_avg"].clone() for n, m in optimizer.moments().items()}
+        moments = {n: m["exp_avg"].clone() for n, m in optimizer.moments.items()}
         if step == 3 and mesh.rank == 1:
             by_name = {p.name: p for p in parameters}
             by_name["layers.1.experts.gate_up"].full.grad[2, 5, 7] = value
@@ -175,7 +175,7 @@ def poisoned(value, sharding):
             message = str(error)
             assert step == 3 and optimizer.num_steps == 2
             assert all(torch.equal(p.shard, before[p.name]) for p in parameters)
-            current = optimizer.moments()
+            current = optimizer.moments
             assert all(torch.equal(moments[n], current[n]["exp_avg"]) for n in moments)
     return message
 

@@ -107,9 +107,9 @@ def test_violations_come_together_with_valid_values():
     assert "valid: 1, 2, 3, 6" in experts
     assert "at most 2" in layers
     assert batches.startswith("train.batch / train.micro_batch = 8: allowed are multiples of")
-    assert "= 4 from 2 x pp times that, 32; set --train.batch 32, times" in batches
+    assert "= 4 from 32 (2 x pp x dp x ep); set --train.batch 32, times" in batches
     (uneven,) = mesh_violations(MeshConfig(ep=3), world_size=3, **model | {"num_micro_batches": 10})
-    assert "= 3 from 2 x pp times that, 6; set --train.batch 12, times" in uneven
+    assert "= 3 from 6 (2 x pp x dp x ep); set --train.batch 12, times" in uneven
     assert mesh_violations(MeshConfig(pp=2, ep=2), world_size=4, **model) == []
     dense = mesh_violations(MeshConfig(ep=2), world_size=2, **model | {"num_experts": 0})
     assert dense == ["mesh.ep = 2: the model has no experts; use mesh.dp"]

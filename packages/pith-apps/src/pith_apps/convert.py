@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 from pith_engine.checkpoint import (
-    StoredBlock,
     find_checkpoint,
     read_tensor,
     tensor_names,
     verify_checkpoint,
     write_checkpoint,
 )
+from pith_engine.fsdp import CanonicalBlock
 from pith_engine.mesh import Mesh
 from pith_engine.violations import raise_violations
 from pith_models.build import ModelConfig, canonical_tensors, parameter_counts, skipped_keys
@@ -112,24 +112,24 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
     print(f"importing {source}: {tensors.account}")
     total = parameter_counts(config).total
     with _progress("import", total) as bar:
-        blocks = [
-            StoredBlock(
-                key=f"model.{tensor.name}",
-                shape=tensor.shape,
+        blocks = {
+            f"model.{tensor.name}": CanonicalBlock(
+                name=tensor.name,
+                tensor=torch.empty(tensor.shape, device="meta"),
+                global_shape=tensor.shape,
                 offsets=(0,) * len(tensor.shape),
-                sizes=tensor.shape,
-                dtype=torch.float32,
-                read=partial(_read_and_count, tensors, tensor.name, bar),
             )
             for tensor in layout
-        ]
+        }
+        read = partial(_read_and_count, tensors, bar)
         facts = {"imported_from": str(source), "config": {"model": model_record(config)}}
-        path = write_checkpoint(checkpoints, 0, blocks, facts)
+        path = write_checkpoint(checkpoints, 0, blocks, facts, Mesh.single(), read)
     print(f"imported {source} to {path}: {len(layout)} tensors, {total * 4 / 1e6:,.1f} MB")
     return path
 
 
-def _read_and_count(tensors: Mapping[str, Tensor], name: str, bar: tqdm) -> Tensor:
+def _read_and_count(tensors: Mapping[str, Tensor], bar: tqdm, key: str) -> Tensor:
+    name = key.removeprefix("model.")
     tensor = tensors[name]
     if not tensor.isfinite().all():
         raise ValueError(f"{name} holds values that are not finite")

@@ -36,7 +36,7 @@ from pith_engine.context_parallel import shard_batch
 from pith_engine.contract import IGNORED_TARGET, Batch
 from pith_engine.fsdp import CanonicalBlock, ShardedParameter, canonical_blocks, cut_block
 from pith_engine.mesh import Mesh, MeshConfig, mesh_violations, parse_mesh
-from pith_engine.muon import Muon
+from pith_engine.optim import Muon
 from pith_engine.plain import plain_hidden
 from pith_engine.runtime import connect_mesh, gather_objects
 from pith_engine.violations import raise_violations

@@ -10,7 +10,7 @@ import torch
 from pith_engine.fsdp import shard_axes
 from pith_engine.lr import reaches_peak
 from pith_engine.mesh import Mesh, describe_mesh
-from pith_engine.partition import chunk_costs, describe_partition, layers_per_chunk
+from pith_engine.partition import describe_partition, layers_per_chunk
 from pith_models.build import forward_flops, head_dims, parameter_counts
 from pith_ops.attention import AttentionBackend, choose_attention_backend
 
@@ -34,7 +34,7 @@ def chosen_layers(config: RunConfig) -> tuple[int, ...]:
     if config.layers_per_chunk is not None:
         return config.layers_per_chunk
     flops = forward_flops(config.model, config.train.sequence_length)
-    return layers_per_chunk(flops.layers, 2 * config.mesh.pp, flops.head)
+    return layers_per_chunk(flops.layers, config.mesh.pp, flops.head)
 
 
 def chosen_attention(config: RunConfig) -> AttentionBackend:
@@ -59,7 +59,7 @@ def describe_run(config: RunConfig, machine: Machine, num_tokens: int) -> str:
     train, mesh, rates = config.train, config.mesh, config.lr
     counts = parameter_counts(config.model)
     flops = forward_flops(config.model, train.sequence_length)
-    costs = chunk_costs(chosen_layers(config), flops.layers, flops.head)
+    partition = describe_partition(chosen_layers(config), flops.layers, flops.head)
     tokens = train.batch * train.sequence_length
     nodes = ceil(machine.world_size / machine.processes_here)
     balance = config.balance.method if config.model.num_experts else "none: no experts"
@@ -70,7 +70,7 @@ mesh {mesh.label}: {machine.world_size} process(es) on {nodes} node(s)
 {describe_mesh(mesh, machine.processes_here)}
 sharding: {_sharding(config)}
 layers per chunk ({"configured" if config.layers_per_chunk else "balanced by cost"})
-{describe_partition(costs)}
+{partition}
 parameters: {counts.total:,} in all, {counts.active:,} active for a token; \
 {training_flops(config):.3g} FLOPs a token
 step: {train.batch} sequences of {train.sequence_length} = {tokens:,} tokens, in \

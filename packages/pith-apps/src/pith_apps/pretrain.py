@@ -35,10 +35,9 @@ from pith_engine.gradients import (
     raise_if_weights_not_finite,
 )
 from pith_engine.lr import learning_rate
-from pith_engine.muon import Muon
-from pith_engine.optim import AdamW, describe_groups
+from pith_engine.optim import AdamW, Muon, describe_groups
 from pith_engine.pipeline import StepLosses
-from pith_engine.runtime import all_reduce, broadcast_object
+from pith_engine.runtime import all_reduce, gather_objects
 from pith_models.build import canonical_tensors, skipped_keys
 from pith_models.hf import HuggingFaceTensors
 
@@ -67,7 +66,7 @@ def pretrain(config: RunConfig, machine: Machine) -> int:
         resumed = _resume(trainer, optimizer)
         start = _resumed_lines(config, resumed) if resumed else _start(trainer)
         with RunLog(config, mesh, trainer.device, resumed) as log:
-            log.say(f"{plan}\n{describe_groups(optimizer.groups(), mesh)}\n{start}")
+            log.say(f"{plan}\n{describe_groups(optimizer.groups, mesh)}\n{start}")
             _train(trainer, optimizer, corpus, log)
     if mesh.rank == 0:
         _finish(config)
@@ -78,7 +77,7 @@ def _resume(trainer: Trainer, optimizer: AdamW | Muon) -> Manifest | None:
     """Load the newest complete checkpoint that rank 0 sees, if any."""
     mesh = trainer.mesh
     found = find_checkpoint(trainer.config.checkpoint_folder) if mesh.rank == 0 else None
-    newest: Path | None = broadcast_object(found, mesh.world)
+    newest: Path | None = gather_objects(found, mesh.world)[0]
     if newest is None:
         return None
     state = optimizer if read_manifest(newest).has_optimizer else None
@@ -216,7 +215,7 @@ def _save(trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog
         if trainer.mesh.rank == 0:
             prune_checkpoints(folder, config.checkpoint.keep)
     if trainer.mesh.rank == 0:
-        size = sum(record.size for record in read_manifest(path).files.values())
+        size = sum(record["size"] for record in read_manifest(path).files.values())
         seconds = time.perf_counter() - start
         log.say(f"saved {path}: {size / 1e6:,.1f} MB in {seconds:.2f} s")
 

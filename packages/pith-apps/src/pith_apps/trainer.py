@@ -29,7 +29,6 @@ from pith_engine.runtime import (
     fail_fast,
     gather_objects,
     read_launch,
-    set_seeds,
     start_process_group,
     stop_process_group,
 )
@@ -69,7 +68,6 @@ def joined_group(config: RunConfig) -> Generator[torch.device]:
     """Be one of the run's processes for the body; one that raises ends at once, by name."""
     with fail_fast(read_launch(os.environ).rank):
         device = start_process_group(config.train.device, timedelta(seconds=config.timeout))
-        set_seeds(config.train.seed)
         yield device
         stop_process_group()
 

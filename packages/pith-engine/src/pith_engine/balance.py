@@ -1,24 +1,23 @@
 """Load balancing of experts: auxiliary losses, selection bias, the load that a run shows.
 
-For the N members of a router's pool, c_i how often counted tokens chose i, and s_ti the normalised
-score of token t,
+For the N members of a router's pool, c_i how often counted tokens (with a target) chose i, and s_ti
+the normalised score of token t,
 
     f_i = N c_i / sum over j of c_j     P_i = mean over the counted tokens of s_ti
     L   = sum over i of f_i P_i
 
-which is 1 when the load is even, whatever the top-k (Hugging Face's value is k times this). A token
-counts when its target is not ignored. A step adds the coefficient times the sum of L over layers,
-whose gradient goes through the scores alone; methods differ in what the factors f are counted over:
+which is 1 when the load is even, whatever the top-k (Hugging Face's value is k times this). A step
+adds the coefficient times the sum of L over layers, whose gradient goes through the scores alone.
+Methods differ in what c is counted over:
 
-    method        c counted over                         source, arXiv
-    micro-batch   the sequences of one micro-batch       2101.03961
+    micro-batch   the sequences of one micro-batch       arXiv 2101.03961
     sequence      each sequence                          2412.19437
     global-batch  the whole global batch, step before    2501.11873
     bias          no loss: `update_balance_biases`       2408.15664
 
-`global-batch` takes the step before (even load at the first): the factors of a batch are not known
-at its first backward. The router z-loss (2202.08906), mean over counted tokens of
-logsumexp(logits)^2, goes with any of them.
+A global batch's own counts are not known at its first backward, hence the step before (even load at
+the first). The router z-loss (2202.08906), mean over counted tokens of logsumexp(logits)^2, goes
+with any method.
 
 The trap: no value may depend on how sequences fall into micro-batches or ranks, so these are sums,
 which the caller divides by the global count.
@@ -45,9 +44,9 @@ class BalanceConfig:
     """How experts are kept evenly loaded."""
 
     method: BalanceMethod = "sequence"
-    """Auxiliary loss over each `sequence`, over the `global-batch` with the factors of the step
-    before, or over each `micro-batch`, which alone depends on its size. `bias`: no loss, a bias
-    that only selects, for families whose Hugging Face format has it. `none`: no balancing."""
+    """Auxiliary loss over each `sequence`, the `global-batch` with the factors of the step before,
+    or each `micro-batch`, which alone depends on its size. `bias`: no loss, a bias that only
+    selects, for families whose Hugging Face format has it. `none`: no balancing."""
     coefficient: float = 1e-3
     """Weight of the auxiliary loss (at least 0); `none` and `bias` do not read it."""
     bias_rate: float = 1e-3
@@ -57,20 +56,19 @@ class BalanceConfig:
 
     def violations(self) -> list[str]:
         """A line for each value that is not allowed."""
-        found, methods, rate = [], get_args(BalanceMethod), self.bias_rate
-        if self.method not in methods:
-            found.append(f"balance.method is {self.method!r}: allowed are {', '.join(methods)}")
-        weights = {"coefficient": self.coefficient, "z_coefficient": self.z_coefficient}
-        for name, value in weights.items():
-            if not 0 <= value < inf:
-                found.append(f"balance.{name} is {value}: allowed are finite numbers from 0")
-        if not 0 < rate < inf:
-            found.append(f"balance.bias_rate is {rate}: allowed are finite numbers above 0")
-        return found
+        methods, numbers = get_args(BalanceMethod), "allowed are finite numbers"
+        weight, rate, z_weight = self.coefficient, self.bias_rate, self.z_coefficient
+        is_sound = {
+            f"method is {self.method!r}: allowed are {', '.join(methods)}": self.method in methods,
+            f"coefficient is {weight}: {numbers} from 0": 0 <= weight < inf,
+            f"z_coefficient is {z_weight}: {numbers} from 0": 0 <= z_weight < inf,
+            f"bias_rate is {rate}: {numbers} above 0": 0 < rate < inf,
+        }
+        return [f"balance.{fault}" for fault, sound in is_sound.items() if not sound]
 
 
 def count_choices(routing: Routing, batch: Batch, method: BalanceMethod) -> Tensor:
-    """`[B, N]` int64, choices of counted tokens: a row a sequence with `sequence`, else one."""
+    """Counted tokens' choices, `[B, N]` int64: with `sequence` a row a sequence, else one."""
     num_rows = batch.num_sequences if method == "sequence" else 1
     valid = batch.counted[:, None] & (routing.chosen >= 0)
     ids = routing.chosen.clamp(min=0).long().view(num_rows, -1)
@@ -81,7 +79,7 @@ def count_choices(routing: Routing, batch: Batch, method: BalanceMethod) -> Tens
 def load_factors(
     method: BalanceMethod, counts: Tensor, previous: Tensor | None, cp: Axis
 ) -> Tensor | None:
-    """f, `[B, N]` float64, from the `counts` of `count_choices`; None without an auxiliary loss.
+    """f, `[B, N]` float64, from `count_choices`; None without an auxiliary loss.
 
     `previous` `[N]`: the choices of the step before, None at the first.
     """
@@ -91,7 +89,7 @@ def load_factors(
         case "global-batch":
             counts = torch.ones_like(counts) if previous is None else previous[None]
         case "micro-batch" | "sequence":
-            counts = all_reduce(counts.clone(), cp) if cp.size > 1 else counts
+            counts = all_reduce(counts.clone(), cp)
     return counts.double() / counts.sum(1, keepdim=True).clamp(min=1) * counts.shape[1]
 
 
@@ -99,8 +97,7 @@ def balance_loss(routing: Routing, batch: Batch, factors: Tensor) -> Tensor:
     """Sum over counted tokens and the pool of f * score, in the scores' dtype."""
     num_rows, pool = factors.shape
     counted = routing.scores * batch.counted[:, None]
-    score_sums = counted.view(num_rows, -1, pool).sum(1)
-    return (factors.to(score_sums.dtype) * score_sums).sum()
+    return (factors.to(counted.dtype) * counted.view(num_rows, -1, pool).sum(1)).sum()
 
 
 def router_z_loss(routing: Routing, batch: Batch) -> Tensor:
@@ -115,7 +112,7 @@ def auxiliary_losses(
 
     And both unweighted, `[2]` float64 without gradient.
     """
-    terms, values = [], torch.zeros(2, dtype=torch.float64, device=routing.scores.device)
+    terms, values = [], routing.scores.new_zeros(2, dtype=torch.float64)
     if factors is not None:
         balance = balance_loss(routing, batch, factors)
         values[0] = balance.detach()
@@ -133,26 +130,24 @@ def update_balance_biases(
 ) -> None:
     """After the optimizer: bias += rate * sign(mean - count), on this rank's blocks.
 
-    The biases' mean may drift, which no selection notices. `counts` are `Pipeline.expert_counts`:
-    integers, so every mesh makes the same update.
+    `counts` are `Pipeline.expert_counts`. The biases' mean may drift: no selection notices.
     """
     for parameter in parameters:
         if parameter.role is Role.BALANCE_BIAS:
             total = counts[int(parameter.name.split(".")[1])]
-            # In integers: a mean that rounds would move an expert that has exactly the mean.
+            # In integers: a rounded mean would move an expert that has exactly the mean.
             direction = torch.sign(total.sum() - len(total) * total)
             block = cut_block(direction, parameter.offsets, parameter.shard.shape)
             parameter.shard.add_(block.to(parameter.shard.dtype), alpha=rate)
 
 
 def layer_loads(counts: Tensor) -> Tensor:
-    """`[L, 3]` float64, how even the load is, from choices `[L, N]` of a whole step.
+    """How even the load is, `[L, 3]` float64, from choices `[L, N]` of a whole step.
 
     Columns: largest over mean; members that nobody chose; entropy of the shares over log N (0 is
     one expert for all).
     """
     shares, pool = counts.double() / counts.sum(1, keepdim=True).clamp(min=1), counts.shape[1]
-    entropies = shares[:, 0]  # a pool of one is even
-    if pool > 1:
-        entropies = torch.special.entr(shares).sum(1) / log(pool)
+    # A pool of one is even.
+    entropies = torch.special.entr(shares).sum(1) / log(pool) if pool > 1 else shares[:, 0]
     return torch.stack([shares.amax(1) * pool, (counts == 0).sum(1).double(), entropies], dim=1)

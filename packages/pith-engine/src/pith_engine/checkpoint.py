@@ -1,17 +1,17 @@
-"""Checkpoints: saved by every rank in parallel, independent of the mesh, complete or invisible.
+"""Checkpoints: saved by all ranks in parallel, independent of the mesh, complete or invisible.
 
-A checkpoint is a folder `step-00000100` in PyTorch's DCP format. Its tensors carry canonical names
+`step-00000100` is a folder in PyTorch's DCP format. Tensors have canonical names
 (`model.layers.3.q_proj`, `optimizer.exp_avg.layers.3.q_proj`) and global shapes; each rank writes
-its blocks at their true offsets, so any mesh reads what any other wrote. To save:
+its blocks at their offsets, so any mesh reads what any other wrote. To save:
 
     1. rank 0 deletes what killed saves left and makes an empty `step-00000100.tmp`
     2. every rank writes its blocks (rank 0 also `.metadata`) and hashes its files
     3. rank 0 writes `manifest.json`: names, sizes, hashes, and the run's facts
     4. rank 0 renames the folder to `step-00000100`
 
-It is complete when every file of the manifest has its size; a load compares hashes first (1.3 s a
-GB on one core). A share of a part (gate and up are one tensor) is no DTensor placement, hence the
-planners. The trap: DCP does not check that a load covers every element; `_read_blocks` does.
+It is complete when every file of the manifest has its size; a load compares hashes (1.3 s a GB on
+one core). Planners of our own, as a share of a part (gate and up are one tensor) is no DTensor
+placement. The trap: DCP does not check that a load covers every element; `_read_blocks` does.
 """
 
 import hashlib
@@ -22,7 +22,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from platform import python_version
 from typing import Any
@@ -47,25 +46,14 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from pith_engine.fsdp import ShardedParameter, canonical_blocks
+from pith_engine.fsdp import CanonicalBlock, ShardedParameter, canonical_blocks
 from pith_engine.mesh import Mesh
-from pith_engine.muon import Muon
-from pith_engine.optim import AdamW
+from pith_engine.optim import AdamW, Muon
 from pith_engine.runtime import barrier, gather_objects
 
 MANIFEST_NAME = "manifest.json"
 _COMPLETE_NAME = re.compile(r"step-\d{8}")
 _LEFT_NAME = re.compile(r"step-\d{8}\.(tmp|deleted)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileRecord:
-    """One file of a checkpoint."""
-
-    size: int
-    """Bytes."""
-    sha256: str
-    """In hexadecimal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,30 +64,12 @@ class Manifest:
     """Optimizer updates done."""
     has_optimizer: bool
     """False for an import."""
-    files: dict[str, FileRecord]
-    """The other files by name."""
+    files: dict[str, dict[str, Any]]
+    """`size` in bytes and `sha256` of the other files by name."""
     run: dict[str, Any]
     """JSON: configuration, data position, tokens seen."""
     versions: dict[str, str]
     """Of Python and torch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredBlock:
-    """A rectangular part of one stored tensor."""
-
-    key: str
-    """The tensor's name."""
-    shape: tuple[int, ...]
-    """The tensor's."""
-    offsets: tuple[int, ...]
-    """Where the block starts."""
-    sizes: tuple[int, ...]
-    """The block's shape."""
-    dtype: torch.dtype
-    """The tensor's."""
-    read: Callable[[], Tensor]
-    """Gives the block when written: one at a time is in memory."""
 
 
 def save_checkpoint(
@@ -110,22 +80,68 @@ def save_checkpoint(
     run: Mapping[str, Any],
     mesh: Mesh,
 ) -> Path:
-    """Save weights, moments and `run` (rank 0's) as `folder/step-<step>`, and return it.
+    """All ranks save weights, moments and `run` (rank 0's) as `folder/step-<step>`, returned.
 
-    All ranks call it; earlier checkpoints survive any failure. CheckpointException on every rank,
-    OSError of the folder or the manifest on rank 0 alone.
+    Earlier ones survive any failure: a CheckpointException on every rank, or rank 0's OSError.
     """
     written = [p for p in parameters if p.replicas.rank == 0]  # replicas hold the same bits
-    return _commit(folder, step, _blocks(written, optimizer), run, mesh, has_optimizer=True)
+    return write_checkpoint(folder, step, _blocks(written, optimizer), run, mesh)
 
 
-def write_checkpoint(folder: Path, step: int, blocks: Sequence[StoredBlock], run: dict) -> Path:
-    """Save whole tensors `model.*` from one process: an import."""
-    return _commit(folder, step, blocks, run, Mesh.single(), has_optimizer=False)
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    blocks: Mapping[str, CanonicalBlock],
+    run: Mapping[str, Any],
+    mesh: Mesh,
+    read: Callable[[str], Tensor] | None = None,
+) -> Path:
+    """Save blocks by key, on all ranks. An import has meta blocks, each read when it is written."""
+    final, rank = folder / f"step-{step:08d}", mesh.world.rank
+    temporary = final.with_suffix(".tmp")
+    # 1.
+    if rank == 0:
+        for left in _folders(folder, _LEFT_NAME):
+            shutil.rmtree(left)
+        temporary.mkdir(parents=True)
+    barrier(mesh.world)
+    # 2. In files `__<rank>_*`. DCP keeps a file's tensors until it is closed: those that are read
+    # one by one get a file each.
+    writer = FileSystemWriter(temporary, single_file_per_rank=read is None, sync_files=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
+        save(
+            {},
+            storage_writer=writer,
+            planner=_BlockSavePlanner(blocks, read),
+            process_group=mesh.world.group,
+            no_dist=mesh.world.size == 1,
+        )
+    mine = [*temporary.glob(f"__{rank}_*"), *([temporary / ".metadata"] if rank == 0 else [])]
+    records = gather_objects({path.name: _record(path) for path in sorted(mine)}, mesh.world)
+    # 3. and 4. The manifest last, then the name.
+    if rank == 0:
+        manifest = Manifest(
+            step=step,
+            has_optimizer=read is None,
+            files={name: record for part in records for name, record in part.items()},
+            run=dict(run),
+            versions={"python": python_version(), "torch": torch.__version__},
+        )
+        (temporary / MANIFEST_NAME).write_text(json.dumps(asdict(manifest), indent=1))
+        _sync(temporary / MANIFEST_NAME)
+        _sync(temporary)
+        replaced = [_renamed_aside(final)] if final.exists() else []
+        temporary.rename(final)
+        _sync(folder)
+        for path in replaced:
+            shutil.rmtree(path)
+    barrier(mesh.world)
+    return final
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The newest complete one, if any; warns about incomplete ones."""
+    """The newest complete one; warns about others."""
     for path in reversed(_folders(folder, _COMPLETE_NAME)):
         if (fault := checkpoint_fault(path)) is None:
             return path
@@ -138,35 +154,32 @@ def checkpoint_fault(path: Path) -> str | None:
     if not (path / MANIFEST_NAME).is_file():
         return f"no {MANIFEST_NAME}"
     try:
-        manifest = read_manifest(path)
+        sizes = {name: record["size"] for name, record in read_manifest(path).files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST_NAME} cannot be read: {error}"
-    for name, record in manifest.files.items():
+    for name, size in sizes.items():
         file = path / name
         if file.parent != path:
             return f"{MANIFEST_NAME} lists {name}, which is not in the folder"
         found = file.stat().st_size if file.is_file() else None
-        if found != record.size:
-            return f"{name} has {found} bytes instead of {record.size}"
+        if found != size:
+            return f"{name} has {found} bytes instead of {size}"
     return None
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest; FileNotFoundError if there is none."""
-    fields = json.loads((path / MANIFEST_NAME).read_text())
-    files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
-    return Manifest(files=files, **fields)
+    """FileNotFoundError if there is none."""
+    return Manifest(**json.loads((path / MANIFEST_NAME).read_text()))
 
 
 def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
-    """Compare hashes on all ranks; ValueError on each if a file is gone or changed."""
+    """Compare hashes; ValueError on every rank if a file is gone or changed."""
     if fault := checkpoint_fault(path):
         raise ValueError(f"checkpoint {path} is incomplete: {fault}")
     manifest = read_manifest(path)
     mine = sorted(manifest.files)[mesh.world.rank :: mesh.world.size]
     changed = [name for name in mine if _record(path / name) != manifest.files[name]]
-    changed = [name for part in gather_objects(changed, mesh.world) for name in part]
-    if changed:
+    if changed := [name for part in gather_objects(changed, mesh.world) for name in part]:
         raise ValueError(
             f"checkpoint {path} is damaged, {', '.join(changed)} changed after saving: remove it "
             "to go on from an older one"
@@ -177,10 +190,7 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
 def load_checkpoint(
     path: Path, parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None, mesh: Mesh
 ) -> Manifest:
-    """Load weights and an optimizer's state, on all ranks of any mesh.
-
-    ValueError for damage, no moments, or no tensor of a parameter's shape.
-    """
+    """Load weights and an optimizer's state on all ranks; ValueError for damage or a misfit."""
     manifest = verify_checkpoint(path, mesh)
     if optimizer is not None and not manifest.has_optimizer:
         raise ValueError(f"checkpoint {path} holds no optimizer state: start a run from it")
@@ -192,46 +202,48 @@ def load_checkpoint(
     return manifest
 
 
-def tensor_names(path: Path, prefix: str = "model.") -> list[str]:
-    """Sorted names of tensors with this prefix, without it."""
+def tensor_names(path: Path) -> list[str]:
+    """Sorted names of the model's tensors, without `model.`."""
     keys = sorted(FileSystemReader(path).read_metadata().state_dict_metadata)
-    return [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+    return [key.removeprefix("model.") for key in keys if key.startswith("model.")]
 
 
 def read_tensor(path: Path, key: str) -> Tensor:
-    """A whole tensor on the CPU; ValueError if there is none."""
+    """A whole tensor; ValueError if there is none."""
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata.get(key)
     if not isinstance(stored, TensorStorageMetadata):
         raise ValueError(f"checkpoint {path} has no tensor {key}")
     tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-    _read_blocks(reader, metadata, [_stored_block(key, tensor, stored.size, (0,) * tensor.dim())])
+    shape, offsets = tuple(stored.size), (0,) * tensor.dim()
+    block = CanonicalBlock(name=key, tensor=tensor, global_shape=shape, offsets=offsets)
+    _read_blocks(reader, metadata, {key: block})
     return tensor
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Delete complete checkpoints but the `keep` newest."""
+    """Delete complete checkpoints but the `keep` (from 1) newest."""
     complete = [path for path in _folders(folder, _COMPLETE_NAME) if not checkpoint_fault(path)]
-    for path in complete[: max(len(complete) - keep, 0)]:
+    for path in complete[:-keep]:
         shutil.rmtree(_renamed_aside(path))
 
 
 def _read_blocks(
-    reader: FileSystemReader, metadata: Metadata, blocks: Sequence[StoredBlock]
+    reader: FileSystemReader, metadata: Metadata, blocks: Mapping[str, CanonicalBlock]
 ) -> None:
-    """Check all blocks, then fill what `read()` gives."""
+    """Check all blocks, then fill them."""
     items, faults = [], []
-    for block in blocks:
-        key, stored = block.key, metadata.state_dict_metadata.get(block.key)
+    for key, block in blocks.items():
+        stored, shape = metadata.state_dict_metadata.get(key), block.global_shape
         if not isinstance(stored, TensorStorageMetadata):
             faults.append(f"{key}: missing")
-        elif tuple(stored.size) != block.shape:
-            faults.append(f"{key}: shape {tuple(stored.size)}, expected {block.shape}")
-        elif 0 not in block.sizes:
+        elif tuple(stored.size) != shape:
+            faults.append(f"{key}: shape {tuple(stored.size)}, expected {shape}")
+        elif wanted := block.tensor.numel():
             reads = create_read_items_for_chunk_list(key, stored, [_chunk(block)])
             # Saved chunks do not overlap: equal counts mean full cover.
-            covered, wanted = sum(read.lengths.numel() for read in reads), prod(block.sizes)
+            covered = sum(read.lengths.numel() for read in reads)
             if covered != wanted:
                 faults.append(f"{key}: {covered} of {wanted} elements were saved")
             items += reads
@@ -244,108 +256,53 @@ def _read_blocks(
 class _BlockSavePlanner(DefaultSavePlanner):
     """Saves blocks; DCP's state dict stays empty."""
 
-    def __init__(self, blocks: Sequence[StoredBlock]):
+    def __init__(
+        self, blocks: Mapping[str, CanonicalBlock], read: Callable[[str], Tensor] | None
+    ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._blocks = {block.key: block for block in blocks if 0 not in block.sizes}
+        self._blocks, self._read = blocks, read
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([])
         for key, block in self._blocks.items():
-            properties = TensorProperties(dtype=block.dtype)
-            data = TensorWriteData(_chunk(block), properties, torch.Size(block.shape))
-            index = MetadataIndex(key, block.offsets)
-            self.plan.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+            if block.tensor.numel():
+                properties = TensorProperties(dtype=block.tensor.dtype)
+                data = TensorWriteData(_chunk(block), properties, torch.Size(block.global_shape))
+                index = MetadataIndex(key, block.offsets)
+                self.plan.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._blocks[write_item.index.fqn].read()
+        key = write_item.index.fqn
+        return self._read(key) if self._read else self._blocks[key].tensor
 
 
 class _BlockLoadPlanner(DefaultLoadPlanner):
-    def __init__(self, blocks: Sequence[StoredBlock]):
+    def __init__(self, blocks: Mapping[str, CanonicalBlock]) -> None:
         super().__init__()
-        self._blocks = {block.key: block for block in blocks}
+        self._blocks = blocks
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._blocks[index.fqn].read()
-
-
-def _commit(
-    folder: Path,
-    step: int,
-    blocks: Sequence[StoredBlock],
-    run: Mapping[str, Any],
-    mesh: Mesh,
-    *,
-    has_optimizer: bool,
-) -> Path:
-    final, rank = folder / f"step-{step:08d}", mesh.world.rank
-    temporary = final.with_suffix(".tmp")
-    # 1. An empty folder.
-    if rank == 0:
-        for left in _folders(folder, _LEFT_NAME):
-            shutil.rmtree(left)
-        temporary.mkdir(parents=True)
-    barrier(mesh.world)
-    # 2. In files `__<rank>_*`. DCP keeps a file's tensors until it is closed, so an import, which
-    # makes them one by one, has a file each.
-    writer = FileSystemWriter(temporary, single_file_per_rank=has_optimizer, sync_files=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
-        save(
-            {},
-            storage_writer=writer,
-            planner=_BlockSavePlanner(blocks),
-            process_group=mesh.world.group,  # maybe not all ranks of the default one
-            no_dist=mesh.world.size == 1,
-        )
-    names = sorted(os.listdir(temporary))
-    mine = [n for n in names if n.startswith(f"__{rank}_") or (rank == 0 and n == ".metadata")]
-    records = gather_objects({name: _record(temporary / name) for name in mine}, mesh.world)
-    # 3. and 4. The manifest last, then the name.
-    if rank == 0:
-        manifest = Manifest(
-            step=step,
-            has_optimizer=has_optimizer,
-            files={name: record for part in records for name, record in part.items()},
-            run=dict(run),
-            versions={"python": python_version(), "torch": torch.__version__},
-        )
-        _write_durably(temporary / MANIFEST_NAME, json.dumps(asdict(manifest), indent=1))
-        replaced = _renamed_aside(final) if final.exists() else None
-        temporary.rename(final)
-        _sync(folder)
-        if replaced is not None:
-            shutil.rmtree(replaced)
-    barrier(mesh.world)
-    return final
+        return self._blocks[index.fqn].tensor
 
 
 def _blocks(
     parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None
-) -> list[StoredBlock]:
-    moments = {} if optimizer is None else optimizer.moments()
-    found = []
+) -> dict[str, CanonicalBlock]:
+    moments = {} if optimizer is None else optimizer.moments
+    blocks = {}
     for parameter in parameters:
         tensors = {"model": parameter.shard}
         for moment, tensor in moments.get(parameter.name, {}).items():
             tensors[f"optimizer.{moment}"] = tensor
         for prefix, tensor in tensors.items():
             for block in canonical_blocks(parameter, tensor):
-                key = f"{prefix}.{block.name}"
-                found.append(_stored_block(key, block.tensor, block.global_shape, block.offsets))
-    return found
+                blocks[f"{prefix}.{block.name}"] = block
+    return blocks
 
 
-def _stored_block(
-    key: str, tensor: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]
-) -> StoredBlock:
-    sizes, dtype, read = tuple(tensor.shape), tensor.dtype, tensor.detach
-    return StoredBlock(key=key, shape=shape, offsets=offsets, sizes=sizes, dtype=dtype, read=read)
-
-
-def _chunk(block: StoredBlock) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.sizes))
+def _chunk(block: CanonicalBlock) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(block.offsets), block.tensor.shape)
 
 
 def _renamed_aside(path: Path) -> Path:
@@ -360,20 +317,14 @@ def _folders(folder: Path, name: re.Pattern[str]) -> list[Path]:
     return sorted(path for path in found if name.fullmatch(path.name) and path.is_dir())
 
 
-def _record(path: Path) -> FileRecord:
+def _record(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileRecord(size=path.stat().st_size, sha256=digest)
-
-
-def _write_durably(path: Path, text: str) -> None:
-    path.write_text(text)
-    _sync(path)
-    _sync(path.parent)
+    return {"size": path.stat().st_size, "sha256": digest}
 
 
 def _sync(path: Path) -> None:
-    """Make a file, or a folder's names, survive a power loss."""
+    """Make a file or a folder's names survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

@@ -10,15 +10,15 @@ A unit (embedding, head with the final norm, a layer's dense part, a layer's exp
     gather()    full <- all ranks' shards, full_grads <- 0
     reduce()    grads <- sum over ranks of full_grads, then over replicas (HSDP)
 
-A block is what `torch.chunk` gives along dim 0, or along the last dim when dim 0 has fewer rows
-than ranks: 6 rows on 4 ranks are 2, 2, 2, 0. One collective moves a whole unit.
+each in one collective. A block is what `torch.chunk` gives along dim 0 (6 rows on 4 ranks are 2, 2,
+2, 0), or along the last dim when dim 0 has fewer rows than ranks.
 
-torch's `fully_shard` needs private members to be driven by hand, cannot sum on gloo, and loses late
-weight gradients. The trap: `parameter.grad` must stay a view of `full_grads` (no `zero_grad`).
+torch's `fully_shard` is driven by private members, cannot sum on gloo, and loses late weight
+gradients. The trap: `parameter.grad` must stay a view of `full_grads` (no `zero_grad`).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 
@@ -44,33 +44,31 @@ class ShardingConfig:
     """Shard experts over cp only."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ShardedParameter:
-    """A stored parameter: block and whole."""
+    """A stored parameter."""
 
     name: str
-    """Unique in the model: `layers.3.experts.gate_up`."""
+    """Such as `layers.3.experts.gate_up`, unique."""
     role: Role
     """What it is."""
     std: float | None
     """As in `DeclaredParameter`."""
     parts: tuple[str, ...]
-    """Last name components of its canonical tensors."""
+    """As in `DeclaredParameter`."""
     global_shape: tuple[int, ...]
-    """Over the whole mesh, ep included."""
+    """Over the mesh, ep included."""
     offsets: tuple[int, ...]
     """Where the block starts in it."""
     replicas: Axis
-    """Ranks that hold the same block."""
+    """Ranks with the same block."""
     axis: Axis
-    """Ranks that hold the blocks of the whole."""
-    dim: int
-    """Along which it is cut."""
-    full: nn.Parameter = field(repr=False)
+    """Ranks with the blocks of the whole."""
+    full: nn.Parameter
     """What layers read."""
-    shard: Tensor = field(repr=False)
-    """The block; may be empty."""
-    grad: Tensor = field(repr=False)
+    shard: Tensor
+    """The block, maybe empty."""
+    grad: Tensor
     """Its gradient after `Unit.reduce`."""
 
 
@@ -79,9 +77,9 @@ class CanonicalBlock:
     """A rank's part of a canonical tensor."""
 
     name: str
-    """The stored one, its last component replaced if it has parts."""
+    """The stored one's, its last component replaced by a part's."""
     tensor: Tensor
-    """A view; may be empty."""
+    """A view, maybe empty."""
     global_shape: tuple[int, ...]
     """Of the canonical tensor."""
     offsets: tuple[int, ...]
@@ -110,35 +108,34 @@ class Unit:
         column = 0
         for _, declaration in order:
             dtype = master if declaration.role.keeps_fp32 else compute_dtype
-            slot = _Slot(tuple(declaration.shape), self._axis, column, dtype, device)
-            self._slots.append(slot)
-            column = slot.stop
+            empty = torch.empty(0, dtype=dtype, device=device)
+            self._slots.append(_Slot(tuple(declaration.shape), self._axis, column, empty))
+            column = self._slots[-1].stop
         self._shards = torch.zeros(column, dtype=master, device=device)
         self._full_grads = torch.zeros(column * self._axis.size, dtype=master, device=device)
         alone = self._axis.size == self._replicas.size == 1
         self._grads = self._full_grads if alone else torch.zeros_like(self._shards)
         self.parameters: list[ShardedParameter] = []
         for (stored, declaration), slot in zip(order, self._slots, strict=True):
-            full = nn.Parameter(slot.whole(slot.buffer))
+            role, shape = declaration.role, slot.shape
+            full = nn.Parameter(slot.whole(slot.buffer), requires_grad=role.is_trained)
             full.grad_dtype = master
             full.grad = slot.whole(self._full_grads[slot.grad_start :])
-            full.requires_grad_(declaration.role.is_trained)
-            offsets, global_shape = [0] * len(slot.shape), list(slot.shape)
+            offsets, global_shape = [0] * len(shape), list(shape)
             offsets[slot.dim] = slot.bounds[self._axis.rank][0]
-            if declaration.role.is_expert:
-                offsets[0] += mesh.ep.rank * slot.shape[0]
+            if role.is_expert:
+                offsets[0] += mesh.ep.rank * shape[0]
                 global_shape[0] *= mesh.ep.size
             self.parameters.append(
                 ShardedParameter(
                     name=stored,
-                    role=declaration.role,
+                    role=role,
                     std=declaration.std,
                     parts=declaration.parts,
                     global_shape=tuple(global_shape),
                     offsets=tuple(offsets),
                     replicas=self._replicas,
                     axis=self._axis,
-                    dim=slot.dim,
                     full=full,
                     shard=slot.block(self._shards),
                     grad=slot.block(self._grads),
@@ -155,8 +152,8 @@ class Unit:
             return
         for dtype, slots in groupby(self._slots, key=lambda slot: slot.buffer.dtype):
             bucket = list(slots)
-            start, stop = bucket[0].column, bucket[-1].stop
-            own = self._shards[start:stop].to(dtype)
+            start = bucket[0].column
+            own = self._shards[start : bucket[-1].stop].to(dtype)
             gathered = own.new_empty(self._axis.size * own.numel())
             all_gather(gathered, own, self._axis)
             rows = gathered.view(self._axis.size, -1)
@@ -183,11 +180,11 @@ class Unit:
 
 
 def shard_axes(mesh: Mesh, sharding: ShardingConfig, *, is_expert: bool) -> tuple[Axis, Axis]:
-    """Axes that shard and replicate parameters."""
+    """What shards and what replicates parameters."""
+    whole, part = (mesh.expert_data, mesh.cp) if is_expert else (mesh.data, mesh.dense_shards)
     if sharding.replicate_experts if is_expert else sharding.replicate_dense:
-        return (mesh.cp if is_expert else mesh.dense_shards), mesh.dp
-    none = Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
-    return (mesh.expert_data if is_expert else mesh.data), none
+        return part, mesh.dp
+    return whole, Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
 
 
 def shard_chunks(
@@ -200,8 +197,7 @@ def shard_chunks(
 ) -> list[Unit]:
     """Replace the declared parameters of this rank's chunks by those of units.
 
-    One of several names (tied embeddings) is stored under its first; its gradient sums all uses.
-    ValueError for an undeclared one.
+    One of several names (tied embeddings) has its first; its gradient sums all uses.
     """
     members: dict[str, dict[str, DeclaredParameter]] = {}
     uses: dict[DeclaredParameter, list[tuple[nn.Module, str]]] = {}
@@ -217,9 +213,8 @@ def shard_chunks(
             uses.setdefault(parameter, []).append((chunk.get_submodule(module), attribute))
     units = []
     for unit_name, declared in members.items():
-        unit = Unit(unit_name, declared, mesh, compute_dtype, device, sharding)
-        units.append(unit)
-        for sharded in unit.parameters:
+        units.append(Unit(unit_name, declared, mesh, compute_dtype, device, sharding))
+        for sharded in units[-1].parameters:
             for module, attribute in uses[declared[sharded.name]]:
                 module.register_parameter(attribute, sharded.full)
     return units
@@ -231,37 +226,24 @@ def sharded_parameters(units: list[Unit]) -> list[ShardedParameter]:
 
 
 def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[CanonicalBlock]:
-    """Cut a tensor like the shard into canonical blocks, maybe empty, by equal shares of dim -2."""
+    """Cut a tensor like the shard into canonical blocks, equal shares of dim -2."""
     *prefix, last = parameter.name.split(".")
-    parts, shape = parameter.parts or (last,), parameter.global_shape
+    parts, shape, offsets = parameter.parts or (last,), parameter.global_shape, parameter.offsets
     dim = max(len(shape) - 2, 0)
     rows = shape[dim] // len(parts)
     assert rows * len(parts) == shape[dim], f"{parameter.name}: parts of equal size"
-    start = parameter.offsets[dim]
+    start = offsets[dim]
     for index, part in enumerate(parts):
-        first = min(max(start, index * rows), (index + 1) * rows)
-        stop = max(first, min(start + tensor.shape[dim], (index + 1) * rows))
+        lowest, highest = index * rows, (index + 1) * rows
+        first = min(max(start, lowest), highest)
+        stop = max(first, min(start + tensor.shape[dim], highest))
         begin = first - start if stop > first else 0
-        offsets = list(parameter.offsets)
-        offsets[dim] = first - index * rows
         yield CanonicalBlock(
             name=".".join([*prefix, part]),
             tensor=tensor.narrow(dim, begin, stop - first),
             global_shape=(*shape[:dim], rows, *shape[dim + 1 :]),
-            offsets=tuple(offsets),
+            offsets=(*offsets[:dim], first - lowest, *offsets[dim + 1 :]),
         )
-
-
-def blocks_of_rank(parameter: ShardedParameter, rank: int) -> Iterator[CanonicalBlock]:
-    """What a rank of its axis holds, on the meta device."""
-    axis, dim, shape = parameter.axis, parameter.dim, list(parameter.full.shape)
-    own_start, _ = chunk_bounds(shape[dim], axis.size, axis.rank)
-    start, stop = chunk_bounds(shape[dim], axis.size, rank)
-    offsets = list(parameter.offsets)
-    offsets[dim] += start - own_start
-    shape[dim] = stop - start
-    there = replace(parameter, offsets=tuple(offsets))
-    return canonical_blocks(there, torch.empty(shape, device="meta"))
 
 
 def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -280,18 +262,11 @@ def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
 class _Slot:
     """Where one parameter lies in its unit's buffers.
 
-    The communication buffer has a row a rank and in it `width` columns for it. Split along dim 0,
-    they are the whole tensor row by row, so full buffers have as many elements.
+    The communication buffer has a row a rank, with `width` columns for it. Split along dim 0, they
+    are the whole tensor row by row, so full buffers have as many elements.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        axis: Axis,
-        column: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
+    def __init__(self, shape: tuple[int, ...], axis: Axis, column: int, empty: Tensor):
         self.shape, self.column, self.grad_start = shape, column, column * axis.size
         self.dim = 0 if shape[0] >= axis.size else len(shape) - 1
         self.bounds = [chunk_bounds(shape[self.dim], axis.size, r) for r in range(axis.size)]
@@ -300,7 +275,7 @@ class _Slot:
         self.block_shape = (*before, stop - start, *after)
         self.width = self.bounds[0][1] * prod(before + after)
         self.stop = column + -(-self.width // ALIGNMENT) * ALIGNMENT
-        self.buffer = torch.full((axis.size * self.width,), torch.nan, dtype=dtype, device=device)
+        self.buffer = empty.new_full((axis.size * self.width,), torch.nan)
 
     def whole(self, buffer: Tensor) -> Tensor:
         return buffer[: prod(self.shape)].view(self.shape)

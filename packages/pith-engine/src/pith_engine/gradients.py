@@ -4,8 +4,7 @@
     global_norm      sqrt(sum over all elements of all gradients of g^2), replicas counted once
     clip_gradients   g <- g * min(1, max_norm / norm), the same factor everywhere
 
-The trap: clipping passes a NaN on, and one NaN destroys every weight; `raise_if_not_finite` comes
-first, on all ranks at once.
+The trap: clipping passes a NaN on, and one NaN destroys every weight: `raise_if_not_finite` first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,13 +21,13 @@ from pith_engine.runtime import all_reduce, gather_objects
 
 
 def count_targets(batches: Iterable[Batch], mesh: Mesh) -> int:
-    """Non-ignored targets of the global batch."""
+    """N, from this rank's micro-batches."""
     counts = [batch.counted.sum() for batch in batches]
     return int(all_reduce(torch.stack(counts).sum(), mesh.data))
 
 
 def global_norm(parameters: Sequence[ShardedParameter], mesh: Mesh) -> Tensor:
-    """L2 norm of the whole gradient: a float64 scalar, equal on every rank."""
+    """A float64 scalar, equal on every rank."""
     gradients = [p.grad for p in parameters if p.replicas.rank == 0]
     squares = torch.zeros((), dtype=torch.float64, device=parameters[0].grad.device)
     if squares.is_cpu:
@@ -51,11 +50,28 @@ def raise_if_not_finite(
     parameters: Sequence[ShardedParameter], norm: Tensor, step: int, mesh: Mesh
 ) -> None:
     """FloatingPointError on every rank, naming the parameters, if the norm is NaN or infinite."""
-    if torch.isfinite(norm):
-        return
-    where = _not_finite({parameter.name: parameter.grad for parameter in parameters}, mesh)
-    where = where or "no parameter: the norm itself overflows"
-    raise FloatingPointError(f"step {step}: gradient not finite in {where}; no update is applied")
+    if not torch.isfinite(norm):
+        where = _not_finite({p.name: p.grad for p in parameters}, mesh)
+        where = where or "no parameter: the norm itself overflows"
+        raise FloatingPointError(f"step {step}: gradient not finite in {where}; no update follows")
+
+
+def raise_if_weights_not_finite(
+    parameters: Sequence[ShardedParameter], step: int, mesh: Mesh
+) -> None:
+    """The same for weights before they are saved."""
+    if where := _not_finite({p.name: p.shard for p in parameters}, mesh):
+        raise FloatingPointError(f"step {step}: weights not finite in {where}; nothing is saved")
+
+
+def _not_finite(tensors: dict[str, Tensor], mesh: Mesh) -> str:
+    """The first of all ranks' tensors with elements that are not finite."""
+    found = []
+    for name, tensor in tensors.items():
+        if bad := tensor.numel() - int(torch.isfinite(tensor).sum()):
+            found.append(f"{name} on rank {mesh.rank} ({bad} elements)")
+    found = [entry for entries in gather_objects(found, mesh.world) for entry in entries]
+    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
 
 
 class NanFinder(TorchFunctionMode):
@@ -68,9 +84,9 @@ class NanFinder(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operation and look at its result."""
-        given = {name: value for name, value in (kwargs or {}).items() if name != "out"}
-        had_nan = _has_nan([args, given])
-        made = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        had_nan = _has_nan([args, [value for name, value in kwargs.items() if name != "out"]])
+        made = function(*args, **kwargs)
         # Memory that is not written yet may hold anything.
         if "empty" not in repr(function) and not had_nan and _has_nan(made):
             name = resolve_name(function) or repr(function)
@@ -83,23 +99,3 @@ def _has_nan(value: Any) -> bool:
         return value.is_floating_point() and bool(value.isnan().any())
     children = value.values() if isinstance(value, dict) else value
     return isinstance(value, (list, tuple, dict)) and any(_has_nan(child) for child in children)
-
-
-def raise_if_weights_not_finite(
-    parameters: Sequence[ShardedParameter], step: int, mesh: Mesh
-) -> None:
-    """FloatingPointError on every rank, naming the parameters, if a weight is NaN or infinite."""
-    where = _not_finite({parameter.name: parameter.shard for parameter in parameters}, mesh)
-    if where:
-        raise FloatingPointError(f"step {step}: weights not finite in {where}; nothing is saved")
-
-
-def _not_finite(tensors: dict[str, Tensor], mesh: Mesh) -> str:
-    """The first tensors of all ranks with elements that are not finite."""
-    found = []
-    for name, tensor in tensors.items():
-        if bad := tensor.numel() - int(torch.isfinite(tensor).sum()):
-            found.append(f"{name} on rank {mesh.rank} ({bad} elements)")
-    everywhere = [entry for entries in gather_objects(found, mesh.world) for entry in entries]
-    more = f" and {len(everywhere) - 5} more" if len(everywhere) > 5 else ""
-    return ", ".join(everywhere[:5]) + more

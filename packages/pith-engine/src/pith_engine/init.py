@@ -4,8 +4,7 @@ Each canonical tensor, and each expert of a stack, is drawn whole in fp32 on the
 
     values = std * normal(seed = hash(seed, name, expert), shape = the whole tensor)
 
-and cut to this rank's block. The trap: the generators of CPUs and GPUs differ, so their runs start
-alike only from a checkpoint.
+and cut to this rank's block. The trap: generators of CPUs and GPUs differ.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ def initialise(parameters: Iterable[ShardedParameter], seed: int) -> None:
 
 
 def tensor_seed(seed: int, name: str, expert: int | None) -> int:
-    """63-bit seed of a canonical tensor's generator, or of one expert's."""
+    """63 bits for the generator of a canonical tensor or of one expert's."""
     key = f"{seed}\n{name}\n{'' if expert is None else expert}"
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -39,9 +38,9 @@ def tensor_seed(seed: int, name: str, expert: int | None) -> int:
 def _draw(block: CanonicalBlock, seed: int, std: float, is_stack: bool) -> None:
     dim = 1 if is_stack else 0
     for row, target in enumerate(block.tensor if is_stack else [block.tensor]):
-        expert = block.offsets[0] + row if is_stack else None
         generator = torch.Generator(target.device)
+        expert = block.offsets[0] + row if is_stack else None
         generator.manual_seed(tensor_seed(seed, block.name, expert))
-        shape = block.global_shape[dim:]
-        whole = torch.randn(shape, generator=generator, dtype=torch.float32, device=target.device)
+        whole = target.new_empty(block.global_shape[dim:], dtype=torch.float32)
+        whole.normal_(generator=generator)
         target.copy_(cut_block(whole, block.offsets[dim:], target.shape) * std)

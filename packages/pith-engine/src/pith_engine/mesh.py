@@ -27,7 +27,7 @@ class MeshConfig:
     """How many ranks each axis has."""
 
     pp: int = 1
-    """Pipeline stages; the model is cut into twice as many chunks."""
+    """Pipeline stages, of two chunks of the model each."""
     dp: int = 1
     """Data-parallel ranks, which shard parameters unless `sharding` replicates them."""
     cp: int = 1
@@ -37,12 +37,12 @@ class MeshConfig:
 
     def violations(self) -> list[str]:
         """A line for each axis without ranks."""
-        axes = self.sizes.items()
-        return [f"mesh.{n} = {s}: an axis has at least 1 rank" for n, s in axes if s < 1]
+        sizes = self.sizes.items()
+        return [f"mesh.{name} = {n}: an axis has at least 1 rank" for name, n in sizes if n < 1]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size by name, from outer to inner."""
+        """By name, from outer to inner."""
         return asdict(self)
 
     @property
@@ -57,7 +57,7 @@ class MeshConfig:
 
     @property
     def label(self) -> str:
-        """Axes of several ranks: `pp2-ep2`; `single` without."""
+        """Axes of several ranks, as in `pp2-ep2`, or `single`."""
         return "-".join(f"{n}{s}" for n, s in self.sizes.items() if s > 1) or "single"
 
 
@@ -75,11 +75,11 @@ class Axis:
     """Ranks that differ in one or several axes alone."""
 
     name: str
-    """For messages, such as `ep`."""
+    """Such as `ep`."""
     size: int
     """Number of ranks."""
     rank: int
-    """This one's position."""
+    """This one's place."""
     ranks: tuple[int, ...]
     """Global ranks, in axis order."""
     group: distributed.ProcessGroup | None
@@ -97,11 +97,11 @@ class Mesh:
     pp: Axis
     """Pipeline stages."""
     dp: Axis
-    """Data-parallel ranks."""
+    """Data-parallel."""
     cp: Axis
-    """Ranks that share a sequence."""
+    """Of one sequence."""
     ep: Axis
-    """Ranks that share a layer's experts."""
+    """Of a layer's experts."""
     ep_backward: Axis
     """A second communicator: no backward queues behind a forward."""
     data: Axis
@@ -115,34 +115,38 @@ class Mesh:
 
     @classmethod
     def single(cls) -> "Mesh":
-        """The mesh of one process."""
+        """Of one process."""
         return cls.plan(MeshConfig(), 0)
 
     @classmethod
-    def plan(cls, config: MeshConfig, rank: int) -> "Mesh":
-        """Without groups, for one process or for planning."""
+    def plan(cls, config: MeshConfig, rank: int, groups: dict | None = None) -> "Mesh":
+        """A rank's; without `groups` by (whether the backward's own, ranks) it only plans."""
         raise_violations(config.violations(), "mesh")
         if not 0 <= rank < config.world_size:
             raise ValueError(f"rank {rank} of mesh {config.label}: 0 to {config.world_size - 1}")
-        return cls(config=config, rank=rank, **_axes(config, rank, {}))
+        axes = {}
+        for name in _MEMBERS:
+            ranks = _ranks_of(name, config, rank)
+            group = (groups or {}).get((name == "ep_backward", ranks))
+            size, position = len(ranks), ranks.index(rank)
+            axes[name] = Axis(name=name, size=size, rank=position, ranks=ranks, group=group)
+        return cls(config=config, rank=rank, **axes)
 
     @classmethod
     def create(cls, config: MeshConfig, timeout: timedelta) -> "Mesh | None":
         """Create groups, one for axes of the same ranks; None on ranks beyond the mesh."""
         raise_violations(config.violations(), "mesh")
         if (running := distributed.get_world_size()) < config.world_size:
-            raise ValueError(
-                f"mesh {config.label} needs {config.world_size} processes, {running} are running"
-            )
+            needed = f"mesh {config.label} needs {config.world_size} processes"
+            raise ValueError(f"{needed}, {running} are running")
         groups = {}
         for name, rank in product(_MEMBERS, range(config.world_size)):
-            key = name == "ep_backward", _ranks_of(name, config, rank)
-            if len(key[1]) > 1 and key not in groups:
-                groups[key] = distributed.new_group(list(key[1]), timeout=timeout)
+            ranks = _ranks_of(name, config, rank)
+            key = name == "ep_backward", ranks
+            if len(ranks) > 1 and key not in groups:
+                groups[key] = distributed.new_group(list(ranks), timeout=timeout)
         rank = distributed.get_rank()
-        if rank >= config.world_size:
-            return None
-        return cls(config=config, rank=rank, **_axes(config, rank, groups))
+        return cls.plan(config, rank, groups) if rank < config.world_size else None
 
     @property
     def batch_rank(self) -> int:
@@ -151,16 +155,16 @@ class Mesh:
 
 
 def describe_mesh(config: MeshConfig, ranks_per_node: int) -> str:
-    """A table: each axis's size, stride, whether it crosses nodes, what it carries."""
+    """A table of the axes."""
     lines = [f"{'axis':<12} {'size':>5} {'stride':>7}  {'crosses nodes':<14} carries"]
     for name, (_, purpose) in _MEMBERS.items():
         if name == "ep_backward":
             continue
         groups = [_ranks_of(name, config, rank) for rank in range(config.world_size)]
         crosses = any(len({r // ranks_per_node for r in ranks}) > 1 for ranks in groups)
-        stride = groups[0][1] - groups[0][0] if len(groups[0]) > 1 else "-"
-        answer = "yes" if crosses else "no"
-        lines.append(f"{name:<12} {len(groups[0]):>5} {stride:>7}  {answer:<14} {purpose}")
+        size, answer = len(groups[0]), "yes" if crosses else "no"
+        stride = groups[0][1] - groups[0][0] if size > 1 else "-"
+        lines.append(f"{name:<12} {size:>5} {stride:>7}  {answer:<14} {purpose}")
     return "\n".join(lines)
 
 
@@ -176,37 +180,35 @@ def mesh_violations(
 
     `num_experts` a layer (0: dense), `num_micro_batches` a global step.
     """
-    wrong = []
+    wrong, facts = [], (num_experts, num_layers, num_micro_batches, sequence_length)
     if config.world_size != world_size:
-        sizes = " x ".join(f"{n} {s}" for n, s in config.sizes.items())
-        meshes = feasible_meshes(
-            world_size, num_experts, num_layers, num_micro_batches, sequence_length
-        )
+        sizes = " x ".join(f"{name} {size}" for name, size in config.sizes.items())
+        fitting = ", ".join(mesh.label for mesh in feasible_meshes(world_size, *facts)) or "none"
         wrong.append(
             f"mesh: {sizes} = {config.world_size} processes, but {world_size} run; meshes that fit "
-            f"{world_size}: {', '.join(mesh.label for mesh in meshes) or 'none'}"
+            f"{world_size}: {fitting}"
         )
     num_blocks = 2 * config.cp if config.cp > 1 else 1
-    if sequence_length % num_blocks:
-        below = sequence_length // num_blocks * num_blocks
-        valid = ", ".join(str(n) for n in (below, below + num_blocks) if n > 0)
+    if rest := sequence_length % num_blocks:
+        below = sequence_length - rest
+        valid = f"{below}, {below + num_blocks}" if below else num_blocks
         wrong.append(
             f"mesh.cp = {config.cp} cuts a sequence into 2 x cp = {num_blocks} blocks, no divisor "
             f"of train.sequence_length {sequence_length}; nearest valid lengths: {valid}"
         )
     wrong += expert_violations(num_experts, config.ep)
-    if num_layers < 2 * config.pp:
+    if num_layers < (num_chunks := 2 * config.pp):
         wrong.append(
-            f"mesh.pp = {config.pp} cuts {num_layers} layers into {2 * config.pp} chunks; at most "
+            f"mesh.pp = {config.pp} cuts {num_layers} layers into {num_chunks} chunks; at most "
             f"{num_layers // 2}"
         )
     step = config.num_batch_ranks
-    least = 2 * config.pp * step
-    if num_micro_batches % step or num_micro_batches < least:
-        nearest = max(least, -(-num_micro_batches // step) * step)
+    least = num_chunks * step
+    nearest = max(least, -(-num_micro_batches // step) * step)
+    if num_micro_batches != nearest:
         wrong.append(
             f"train.batch / train.micro_batch = {num_micro_batches}: allowed are multiples of dp x "
-            f"ep = {step} from 2 x pp times that, {least}; set --train.batch {nearest}, times "
+            f"ep = {step} from {least} (2 x pp x dp x ep); set --train.batch {nearest}, times "
             "train.micro_batch"
         )
     return wrong
@@ -216,14 +218,11 @@ def feasible_meshes(
     world_size: int, num_experts: int, num_layers: int, num_micro_batches: int, sequence_length: int
 ) -> list[MeshConfig]:
     """All meshes of `world_size` that can train the model."""
-    sizes = _divisors(world_size)
-    meshes = [
-        MeshConfig(pp=pp, dp=dp, cp=cp, ep=ep)
-        for pp, cp, ep, dp in product(sizes, repeat=4)
-        if pp * cp * ep * dp == world_size
-    ]
     facts = world_size, num_experts, num_layers, num_micro_batches, sequence_length
-    return [mesh for mesh in meshes if not mesh_violations(mesh, *facts)]
+    sizes = product(_divisors(world_size), repeat=4)
+    meshes = [MeshConfig(pp=pp, dp=dp, cp=cp, ep=ep) for pp, cp, ep, dp in sizes]
+    fitting = [mesh for mesh in meshes if mesh.world_size == world_size]
+    return [mesh for mesh in fitting if not mesh_violations(mesh, *facts)]
 
 
 def expert_violations(num_experts: int, ep: int) -> list[str]:
@@ -252,17 +251,6 @@ _MEMBERS: dict[str, tuple[tuple[str, ...], str]] = {
     "world": (AXIS_NAMES, "norms, counts, messages"),
 }
 """Name -> the axes that it spans, and what it carries."""
-
-
-def _axes(config: MeshConfig, rank: int, groups: dict) -> dict[str, Axis]:
-    """`groups`: (whether the backward's own, ranks) -> communicator."""
-    axes = {}
-    for name in _MEMBERS:
-        ranks = _ranks_of(name, config, rank)
-        group = groups.get((name == "ep_backward", ranks))
-        size, position = len(ranks), ranks.index(rank)
-        axes[name] = Axis(name=name, size=size, rank=position, ranks=ranks, group=group)
-    return axes
 
 
 def _ranks_of(name: str, config: MeshConfig, rank: int) -> tuple[int, ...]:

@@ -1,15 +1,13 @@
 """Processes: joining the group, failing together, and the only wrappers of collectives.
 
-On GPUs the group is `cpu:gloo,cuda:nccl`, so objects and barriers never touch a GPU stream.
-Collectives take an `Axis` and are the identity when it has one rank.
+On GPUs the group is `cpu:gloo,cuda:nccl`: objects and barriers never touch a GPU stream. A
+collective on an `Axis` of one rank is the identity.
 
-A rank that raises in its main thread prints the place, then its traceback, and exits without
-draining collectives or running exit handlers: its peers see a closed connection and follow within
-seconds, and the first traceback is the cause.
+A rank that raises in its main thread prints the place and its traceback and exits at once, without
+exit handlers: its peers see a closed connection and follow, so the first traceback is the cause.
 """
 
 import os
-import random
 import sys
 import traceback
 from collections.abc import Generator, Mapping, Sequence
@@ -19,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy
 import torch
 from torch import Tensor, distributed
 
@@ -28,73 +25,69 @@ from pith_engine.mesh import Axis, Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchInfo:
-    """What the launcher says about this process."""
+    """What the launcher says."""
 
     rank: int = 0
-    """Global rank."""
+    """Of this process."""
     world_size: int = 1
-    """Number of processes."""
+    """Processes in all."""
     local_rank: int = 0
     """Rank on this machine."""
     ranks_per_node: int = 1
     """Processes on it."""
     has_own_gpu: bool = False
-    """Whether the launcher was told to show each process one GPU."""
+    """Whether each process is shown one GPU."""
     init_method: str | None = None
-    """URL where peers meet; None without any."""
+    """URL where peers meet, if there are any."""
 
 
 def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
     """Read torchrun's variables, else those of a SLURM step (`srun`); without any, one process."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in names if name not in environ]
-        if missing:
+        if missing := [name for name in names if name not in environ]:
             raise ValueError(f"environment: {', '.join(missing)} not set; start with torchrun")
-        world_size = int(environ["WORLD_SIZE"])
+        rank, world_size = environ["RANK"], environ["WORLD_SIZE"]
         return LaunchInfo(
-            rank=int(environ["RANK"]),
-            world_size=world_size,
-            local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
+            rank=int(rank),
+            world_size=int(world_size),
+            local_rank=int(environ.get("LOCAL_RANK", rank)),
             ranks_per_node=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
             init_method="env://",
         )
-    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        # Steps that share a node must not meet; outgoing connections use ports from 32768.
-        step = 16 * int(environ["SLURM_JOB_ID"]) + int(environ.get("SLURM_STEP_ID", "0"))
-        port = 20000 + step % 12000
-        # The first host of a compressed list: `node[003-005,007],login` -> `node003`.
-        name, _, rest = environ["SLURM_STEP_NODELIST"].split(",")[0].partition("[")
-        host = name + rest.rstrip("]").split("-")[0]
-        per_task = environ.get("SLURM_GPUS_PER_TASK"), environ.get("SLURM_NTASKS_PER_GPU")
-        bound = environ.get("SLURM_GPU_BIND", "").endswith(("single:1", "per_task:1"))
-        return LaunchInfo(
-            rank=int(environ["SLURM_PROCID"]),
-            world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
-            local_rank=int(environ["SLURM_LOCALID"]),
-            ranks_per_node=int(environ["SLURM_STEP_TASKS_PER_NODE"].split("(")[0].split(",")[0]),
-            has_own_gpu="1" in per_task or bound,
-            init_method=f"tcp://{host}:{port}",
-        )
-    return LaunchInfo()
+    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) <= 1:
+        return LaunchInfo()
+    # Steps that share a node must not meet; outgoing connections use ports from 32768.
+    step = 16 * int(environ["SLURM_JOB_ID"]) + int(environ.get("SLURM_STEP_ID", "0"))
+    # The first host of a compressed list: `node[003-005,007],login` -> `node003`.
+    name, _, rest = environ["SLURM_STEP_NODELIST"].split(",")[0].partition("[")
+    host = name + rest.rstrip("]").split("-")[0]
+    per_task = environ.get("SLURM_GPUS_PER_TASK"), environ.get("SLURM_NTASKS_PER_GPU")
+    bound = environ.get("SLURM_GPU_BIND", "").endswith(("single:1", "per_task:1"))
+    return LaunchInfo(
+        rank=int(environ["SLURM_PROCID"]),
+        world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
+        local_rank=int(environ["SLURM_LOCALID"]),
+        ranks_per_node=int(environ["SLURM_STEP_TASKS_PER_NODE"].split("(")[0].split(",")[0]),
+        has_own_gpu="1" in per_task or bound,
+        init_method=f"tcp://{host}:{20000 + step % 12000}",
+    )
 
 
 def local_gpus(launch: LaunchInfo) -> int:
-    """GPUs for this machine's processes: those seen, or one each if each sees its own."""
+    """GPUs of this machine's processes together."""
     seen = torch.cuda.device_count()
     return launch.ranks_per_node if launch.has_own_gpu and seen == 1 else seen
 
 
 def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
-    """Join the default group; this process's device, ValueError if there is none."""
-    launch = read_launch(os.environ)
-    device = torch.device("cpu")
+    """Join the default group; returns this process's device."""
+    launch, device = read_launch(os.environ), torch.device("cpu")
     if device_type == "cuda":
-        num_devices = local_gpus(launch)
-        if launch.local_rank >= num_devices:
+        if launch.local_rank >= (found := local_gpus(launch)):
             raise ValueError(
-                f"process {launch.local_rank} on this machine has no GPU: {num_devices} found; "
-                f"start at most {num_devices} processes a machine"
+                f"process {launch.local_rank} on this machine has no GPU: {found} found; "
+                f"start at most {found} processes a machine"
             )
         device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -110,13 +103,13 @@ def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
 
 
 def stop_process_group() -> None:
-    """Leave all process groups, if there are any."""
+    """Leave all groups, if there are any."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def connect_mesh(mesh: Mesh, device: torch.device) -> None:
-    """Use every communicator once as a step does.
+    """Use every communicator once.
 
     NCCL connects two ranks at their first transfer in each direction, and the host blocks until
     both ask for it: a deadlock where one first waits for another transfer, as in a step.
@@ -127,19 +120,10 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
     for axis in (mesh.ep, mesh.ep_backward):
         ones = torch.ones(axis.size, device=device)
         all_to_all(torch.empty_like(ones), ones, [1] * axis.size, [1] * axis.size, axis)
-    neighbours = [r for r in (mesh.pp.rank - 1, mesh.pp.rank + 1) if 0 <= r < mesh.pp.size]
-    others = [r for r in range(mesh.cp.size) if r != mesh.cp.rank]
-    for axis, peers in ((mesh.pp, neighbours), (mesh.cp, others)):
-        sent, received = torch.zeros(2, len(peers), 1, device=device)
-        sends, receives = (list(zip(x, peers, strict=True)) for x in (sent, received))
+    for axis, reach in ((mesh.pp, 1), (mesh.cp, mesh.cp.size)):
+        peers = [r for r in range(axis.size) if 0 < abs(r - axis.rank) <= reach]
+        sends, receives = ([(torch.zeros(1, device=device), r) for r in peers] for _ in range(2))
         exchange(sends, receives, axis).wait_sends()
-
-
-def set_seeds(seed: int) -> None:
-    """Seed global generators; weights and data order do not use them."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 @contextmanager
@@ -149,10 +133,10 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
         yield
     except (Exception, KeyboardInterrupt) as error:
         by_user = isinstance(error, KeyboardInterrupt)
-        text = "interrupted" if by_user else _report(error)
+        lines = ["interrupted"] if by_user else _report(error).splitlines()
         try:
             # One write: lines of ranks that fail together do not mix.
-            sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
+            sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in lines))
             sys.stderr.flush()
             sys.stdout.flush()  # Raises when the reader of a pipe has gone.
         finally:
@@ -160,25 +144,25 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
 
 
 def _report(error: BaseException) -> str:
-    """Where and what, in one line, then the whole traceback.
+    """Where it was raised, in one line, then the whole traceback.
 
-    The place is our innermost frame outside watchers of operations and `pith_ops`, whose callers
-    chose the operands.
+    That is our innermost frame outside watchers of operations and `pith_ops`, whose callers chose
+    the operands.
     """
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if frame.name != "__torch_function__"]
     ours = [frame for frame in frames if Path(frame.filename).parent.name.startswith("pith_")]
     callers = [frame for frame in ours if Path(frame.filename).parent.name != "pith_ops"]
-    place = next(reversed(callers or ours or frames), None)
-    where = f"{place.filename}:{place.lineno} in {place.name}: {place.line}\n" if place else ""
+    place = (callers or ours or frames)[-1]
+    where = f"{place.filename}:{place.lineno} in {place.name}: {place.line}\n"
     return where + "".join(traceback.format_exception(error))
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
-    """Reduce a contiguous tensor in place; returns it."""
+    """Reduce a contiguous tensor in place, and return it."""
     if axis.size > 1:
-        reduce_op = distributed.ReduceOp.SUM if op == "sum" else distributed.ReduceOp.MAX
-        distributed.all_reduce(tensor, reduce_op, group=_group(axis))
+        operation = distributed.ReduceOp.SUM if op == "sum" else distributed.ReduceOp.MAX
+        distributed.all_reduce(tensor, operation, group=_group(axis))
     return tensor
 
 
@@ -207,11 +191,7 @@ def reduce_scatter(output: Tensor, input: Tensor, axis: Axis) -> None:
 
 
 def all_to_all(
-    output: Tensor,
-    input: Tensor,
-    output_sizes: list[int],
-    input_sizes: list[int],
-    axis: Axis,
+    output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], axis: Axis
 ) -> None:
     """Exchange consecutive blocks of rows, sizes from 0; `output` is contiguous."""
     if axis.size == 1:
@@ -222,7 +202,7 @@ def all_to_all(
 
 
 class Exchange:
-    """Transfers under way and their tensors."""
+    """Transfers under way."""
 
     def __init__(
         self, receives: list[distributed.Work], sends: list[distributed.Work], tensors: list[Tensor]
@@ -246,7 +226,7 @@ class Exchange:
 def exchange(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis
 ) -> Exchange:
-    """Start transfers `(contiguous tensor, axis rank)` as a batch that no order of ranks blocks."""
+    """Start transfers `(contiguous tensor, axis rank)` as one batch, which no order blocks."""
     ops = [
         distributed.P2POp(operation, tensor, axis.ranks[rank], _group(axis))
         for operation, transfers in ((distributed.irecv, receives), (distributed.isend, sends))
@@ -258,17 +238,12 @@ def exchange(
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's picklable value, in axis order, on every rank."""
+    """Every rank's picklable value, in axis order."""
     if axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size
     distributed.all_gather_object(values, value, group=_group(axis))
     return values
-
-
-def broadcast_object(value: Any, axis: Axis) -> Any:
-    """The picklable value of axis rank 0, on every rank."""
-    return gather_objects(value, axis)[0]
 
 
 def barrier(axis: Axis) -> None:
@@ -278,8 +253,6 @@ def barrier(axis: Axis) -> None:
 
 def _group(axis: Axis) -> distributed.ProcessGroup:
     if axis.group is None:
-        raise RuntimeError(
-            f"axis {axis.name} of {axis.size} ranks has no group: its mesh comes from sizes alone; "
-            "use Mesh.create"
-        )
+        what = f"axis {axis.name} of {axis.size} ranks"
+        raise RuntimeError(f"{what} is of sizes alone, without a group: use Mesh.create")
     return axis.group

@@ -1,20 +1,20 @@
 """What is wrong with a configuration: lines, each beginning with the field's full path.
 
-A configuration has a method `violations() -> list[str]` (`optim.eps = -1.0: above 0 and finite`).
-A command collects those of the whole tree. The trap: a check inside `__post_init__` would end
-alone, before the tree exists.
+Its method `violations() -> list[str]` gives them (`optim.eps = -1.0: above 0 and finite`), and a
+command those of the whole tree. The trap: a check in `__post_init__` would end alone, before that.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
+from itertools import chain
 from math import inf
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def raise_violations(violations: Sequence[str], what: str) -> None:
-    """One ValueError with a line for each violation, if there is one."""
+    """One ValueError with a line for each, if there are any."""
     if violations:
         raise ValueError(f"{what}:" + "".join(f"\n  - {violation}" for violation in violations))
 
@@ -27,13 +27,13 @@ def did_you_mean(word: str, allowed: Iterable[str]) -> str:
 
 def size_violations(config: Any, *, may_be_zero: Sequence[str] = ()) -> list[str]:
     """Integers below 1 and floats not above 0 and finite in a model's own fields."""
-    found, values = [], asdict(config)
-    for field in fields(config):
-        value, least = values[field.name], 0 if field.name in may_be_zero else 1
-        if field.type is int and value < least:
-            found.append(f"model.{field.name} = {value}: must be at least {least}")
-        if field.type is float and not 0 < value < inf:
-            found.append(f"model.{field.name} = {value}: must be positive and finite")
+    found, types = [], {field.name: field.type for field in fields(config)}
+    for name, value in asdict(config).items():
+        least = 0 if name in may_be_zero else 1
+        if types[name] is int and value < least:
+            found.append(f"model.{name} = {value}: must be at least {least}")
+        if types[name] is float and not 0 < value < inf:
+            found.append(f"model.{name} = {value}: must be positive and finite")
     return found
 
 
@@ -49,7 +49,7 @@ def type_violations(values: Any, annotation: Any, path: str) -> list[str]:
         if hints and isinstance(values, dict) and values.keys() == hints.keys():
             prefix = f"{path}." if path else ""
             found = (type_violations(values[name], hints[name], prefix + name) for name in values)
-            return [line for lines in found for line in lines]
+            return [*chain(*found)]
     if _has_type(values, annotation):
         return []
     names = [m.__name__ if isinstance(m, type) else str(m) for m in members]
