@@ -190,7 +190,7 @@ def test_config_reports_all_faults_at_once():
         hidden_size=0,
         rope_theta=0.0,
     )
-    with pytest.raises(ValueError, match=r"config\.json of a Qwen3-MoE model") as error:
+    with pytest.raises(ValueError, match=r"config\.json of a qwen3_moe model") as error:
         model_config_from_hf(bad.to_hf())
     for part in (
         "hidden_size = 0",

@@ -332,7 +332,7 @@ def test_flops_of_a_layer_count_the_keys_that_its_window_shows():
 def test_released_config_reads_and_survives_export():
     config = model_config_from_hf(GPT_OSS_20B)
     assert isinstance(config, GptOssConfig) and config.layer_types == ()
-    assert [config.is_sliding(n) for n in range(4)] == [True, False, True, False]
+    assert [config.window(n) for n in range(4)] == [128, None, 128, None]
     assert config.has_window and config.sliding_window == 128
     assert config.rope_scaling == Yarn(
         factor=32.0, original_max_position_embeddings=4096, truncate=False

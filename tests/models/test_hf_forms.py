@@ -19,7 +19,6 @@ from pith_models.hf import (
     Rows,
     SkippedKeys,
     export_tensors,
-    gated_tensors,
     read_hf_config,
 )
 from safetensors.torch import load_file, save_file
@@ -46,6 +45,25 @@ def gpt_oss_layer(width: int) -> tuple[CanonicalTensor, ...]:
 
 def stack(name: str, shape: tuple[int, ...], fused: FusedKey) -> CanonicalTensor:
     return CanonicalTensor(f"experts_{name}", shape, (), is_expert_stack=True, fused=fused)
+
+
+def expert_layout(width: int, hidden: int) -> list[CanonicalTensor]:
+    """A key per expert, or fused in halves."""
+    up, down = (E, width, hidden), (E, hidden, width)
+    return [
+        CanonicalTensor(
+            f"layers.0.experts_{name}",
+            shape,
+            tuple(f"{STEM}.{expert}.{name}.weight" for expert in range(E)),
+            is_expert_stack=True,
+            fused=FusedKey(f"{STEM}.{fused}", rows),
+        )
+        for name, shape, fused, rows in (
+            ("gate_proj", up, "gate_up_proj", Rows.FIRST_HALF),
+            ("up_proj", up, "gate_up_proj", Rows.SECOND_HALF),
+            ("down_proj", down, "down_proj", Rows.ALL),
+        )
+    ]
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -151,7 +169,7 @@ def test_both_expert_layouts_give_the_same_bits(tmp_path: Path):
 
 
 def test_a_stack_in_both_layouts_is_refused(tmp_path: Path):
-    layout = gated_tensors(0, "experts_", "mlp.experts", 40, H, E)
+    layout = expert_layout(40, H)
     fused = {f"{STEM}.gate_up_proj": draw(E, 80, H), f"{STEM}.down_proj": draw(E, H, 40)}
     extra = {f"{STEM}.1.up_proj.weight": draw(40, H)}
     read(tmp_path, layout, fused)
@@ -244,7 +262,7 @@ def test_fp8_is_decoded_as_transformers_does(tmp_path: Path):
     layout = [
         CanonicalTensor("q", (128, 384), ("q.weight",)),
         CanonicalTensor("norm", (384,), ("norm.weight",)),
-        *gated_tensors(0, "experts_", "mlp.experts", width, hidden, E),
+        *expert_layout(width, hidden),
     ]
     theirs = {"norm.weight": draw(384)}
     for tensor in layout:

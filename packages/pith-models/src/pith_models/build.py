@@ -15,11 +15,11 @@ from pith_ops.attention import AttentionBackend
 from torch import nn
 
 from pith_models.chunk import DecoderChunk
-from pith_models.deepseek import DeepseekConfig, DeepseekLayer, deepseek_tensors
-from pith_models.gpt_oss import GptOssConfig, GptOssLayer, gpt_oss_tensors
-from pith_models.hf import CanonicalTensor, SkippedKeys
-from pith_models.qwen3_dense import Qwen3Config, Qwen3Layer, qwen3_tensors
-from pith_models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeLayer, qwen3_moe_tensors
+from pith_models.deepseek import DeepseekConfig, DeepseekLayer, deepseek_keys
+from pith_models.gpt_oss import GPT_OSS_KEYS, GptOssConfig, GptOssLayer
+from pith_models.hf import CanonicalTensor, SkippedKeys, layer_tensors
+from pith_models.qwen3_dense import QWEN3_KEYS, Qwen3Config, Qwen3Layer
+from pith_models.qwen3_moe import QWEN3_MOE_KEYS, Qwen3MoeConfig, Qwen3MoeLayer
 
 ModelConfig: TypeAlias = Qwen3MoeConfig | Qwen3Config | DeepseekConfig | GptOssConfig
 """The configuration of any family."""
@@ -112,16 +112,18 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
     return (*tensors, *([] if tied else [CanonicalTensor("head", shape, (head,))]))
 
 
-def _layer_tensors(config: ModelConfig, layer: int) -> list[CanonicalTensor]:
+def _layer_tensors(config: ModelConfig, number: int) -> list[CanonicalTensor]:
     match config:
         case Qwen3MoeConfig():
-            return qwen3_moe_tensors(config, layer)
+            keys = QWEN3_MOE_KEYS
         case Qwen3Config():
-            return qwen3_tensors(config, layer)
+            keys = QWEN3_KEYS
         case DeepseekConfig():
-            return deepseek_tensors(config, layer)
+            keys = deepseek_keys(config.is_sparse(number))
         case GptOssConfig():
-            return gpt_oss_tensors(config, layer)
+            keys = GPT_OSS_KEYS
+    whole = _decoder_layer(config, number, Mesh.single(), AttentionBackend.REFERENCE)
+    return layer_tensors(whole, number, keys)
 
 
 def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
@@ -183,9 +185,7 @@ def forward_flops(config: ModelConfig, sequence_length: int) -> ForwardFlops:
     for layer in range(config.num_hidden_layers):
         tensors = _layer_tensors(config, layer)
         matrices = [t for t in tensors if len(t.shape) - t.is_expert_stack > 1]
-        span = sequence_length
-        if isinstance(config, GptOssConfig) and config.is_sliding(layer):
-            span = min(config.sliding_window, span)
+        span = min(config.window(layer) or sequence_length, sequence_length)
         # The first `span` queries see 1, 2, ... keys, the others `span` each.
         keys = span - span * (span - 1) / 2 / sequence_length
         attention = config.num_attention_heads * sum(head_dims(config)) * keys

@@ -7,7 +7,6 @@ parameter that gets both gradients; rank 0 holds the first chunk and the last, s
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, Role, declare
 from pith_ops.cross_entropy import linear_cross_entropy
@@ -18,13 +17,15 @@ from pith_ops.rope import rope_frequencies, rope_table
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from pith_models.hf_config import DecoderConfig
+
 
 class DecoderChunk(ModelChunk):
     """Layers by global number, with the embedding if first and norm and head if last."""
 
     def __init__(
         self,
-        config: Any,
+        config: DecoderConfig,
         layers: Mapping[int, nn.Module],
         *,
         norm_rounds_once: bool,
@@ -61,7 +62,9 @@ class DecoderChunk(ModelChunk):
         return rms_norm(hidden, self.final_norm, epsilon, rounds_once=once)
 
 
-def rotary_table(config: Any, dim: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    config: DecoderConfig, dim: int, hidden: Tensor, batch: Batch
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[T, dim / 2]` of the positions, in fp32 or wider."""
     theta, yarn, wide = config.rope_theta, config.rope_scaling, accumulation_dtype(hidden.dtype)
     frequencies = rope_frequencies(dim, theta, yarn=yarn, dtype=wide, device=hidden.device)

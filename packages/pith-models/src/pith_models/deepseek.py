@@ -33,31 +33,22 @@ from pith_ops.attention import AttentionBackend
 from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope
+from pith_ops.rope import apply_rope
 from pith_ops.routing import ExpertGroups, router_logits, sigmoid_topk, softmax_topk
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
-from pith_models.hf import CanonicalTensor, gated_tensors, layer_tensors
-from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
+from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fields
 
 _LOW_RANK_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekConfig:
+class DeepseekConfig(DecoderConfig):
     """A DeepSeek-V2 or V3 model, under Hugging Face's field names."""
 
-    vocab_size: int
-    """Rows of embedding and head."""
-    hidden_size: int
-    """Width of the residual stream."""
-    num_hidden_layers: int
-    """Decoder layers, without multi-token prediction's."""
-    num_attention_heads: int
-    """Heads of query, key and value."""
     q_lora_rank: int | None
     """Low rank of the query; None: a full matrix."""
     kv_lora_rank: int
@@ -68,8 +59,6 @@ class DeepseekConfig:
     """Of the rotary part, whose key heads share; even."""
     v_head_dim: int
     """Width of a head's value."""
-    intermediate_size: int
-    """Width of the MLP in dense layers."""
     moe_intermediate_size: int
     """Width of one expert."""
     first_k_dense_replace: int
@@ -92,31 +81,19 @@ class DeepseekConfig:
     """Multiplies the weights, normalised or not."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
-    rope_scaling: Yarn | None = None
-    """YaRN, if any; its `mscale_all_dim` also scales the softmax."""
-    rms_norm_eps: float = 1e-6
-    """Added to the mean square in norms of the residual stream."""
-    initializer_range: float = 0.02
-    """Standard deviation of initial matrices."""
     max_position_embeddings: int = 163_840
     """Longest sequence."""
-    tie_word_embeddings: bool = False
-    """Whether the head is the embedding."""
 
-    aligned_sizes = ("hidden_size", "moe_intermediate_size")
-    has_window = False
-    """No fields: sizes in grouped products; no layer slides."""
+    limits = (
+        ("num_experts_per_tok", "n_routed_experts"),
+        ("first_k_dense_replace", "num_hidden_layers"),
+        ("topk_group", "n_group"),
+    )
+    may_be_zero = ("first_k_dense_replace", "n_shared_experts")
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
-        experts, groups = self.n_routed_experts, self.n_group
-        limits = {
-            "num_experts_per_tok": "n_routed_experts",
-            "first_k_dense_replace": "num_hidden_layers",
-            "topk_group": "n_group",
-        }
-        may_be_zero = ("first_k_dense_replace", "n_shared_experts")
-        faults = shape_violations(self, limits, may_be_zero=may_be_zero)
+        faults, experts, groups = super().violations(), self.n_routed_experts, self.n_group
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             faults.append(f"model.q_lora_rank = {self.q_lora_rank}: must be at least 1, or None")
         if min(experts, groups) < 1:
@@ -168,17 +145,23 @@ class DeepseekConfig:
         methods = ("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")
         # transformers' V3 has one method, unnamed.
         method = hf_fields.get("topk_method", methods[0])
-        fixed = {
-            **_fixed_hf_fields(is_v3, hf_fields.get("num_attention_heads")),
-            "topk_method": method if method in methods else " or ".join(methods),
-        }
-        read = HfConfigReader(hf_fields, "DeepSeek", fixed=fixed, neutral=_NEUTRAL_HF_FIELDS)
-        # transformers has other defaults.
+        # transformers has other defaults where these are absent.
         nulls = {"q_lora_rank": None, "n_shared_experts": 0}
-        own = {name: read.optional(name, null) for name, null in nulls.items() if name in hf_fields}
-        if not is_v3:
-            own |= {name: read.optional(name, 1) for name in ("n_group", "topk_group")}
-        return read.config(DeepseekConfig, {"topk_method": method, **own})
+        defaults = {name: null for name, null in nulls.items() if name in hf_fields}
+        return config_from_hf(
+            DeepseekConfig,
+            hf_fields,
+            fixed={
+                **_fixed_hf_fields(is_v3, hf_fields.get("num_attention_heads")),
+                "topk_method": method if method in methods else " or ".join(methods),
+            },
+            defaults={
+                "topk_method": methods[0],
+                **({} if is_v3 else {"n_group": 1, "topk_group": 1}),
+                **defaults,
+            },
+            neutral=_NEUTRAL_HF_FIELDS,
+        )
 
     def to_hf(self) -> dict:
         """The fields of a `config.json`."""
@@ -306,38 +289,29 @@ class DeepseekLayer(nn.Module):
         return residual + combined
 
 
-def deepseek_tensors(config: DeepseekConfig, layer: int) -> list[CanonicalTensor]:
-    """Every tensor of a layer, in order."""
-    H, R, E = config.hidden_size, config.kv_lora_rank, config.num_experts
-    heads, q_rank = config.num_attention_heads, config.q_lora_rank
-    q_width, kv_a_rows = heads * config.query_dim, R + config.qk_rope_head_dim
-    kv_width = heads * (config.qk_nope_head_dim + config.v_head_dim)
-    plain: dict[str, tuple[str, tuple[int, ...]]] = {
-        "self_attention.norm": ("input_layernorm", (H,)),
-        "self_attention.kv_a_proj": ("self_attn.kv_a_proj_with_mqa", (kv_a_rows, H)),
-        "self_attention.kv_a_norm": ("self_attn.kv_a_layernorm", (R,)),
-        "self_attention.kv_b_proj": ("self_attn.kv_b_proj", (kv_width, R)),
-        "self_attention.o_proj": ("self_attn.o_proj", (H, heads * config.v_head_dim)),
-        "mlp_norm": ("post_attention_layernorm", (H,)),
+def deepseek_keys(is_sparse: bool) -> dict[str, str]:
+    """Canonical name in a layer -> Hugging Face's, `{}` for the expert."""
+    mlp = "mlp.shared_experts" if is_sparse else "mlp"
+    return {
+        "self_attention.norm": "input_layernorm.weight",
+        "self_attention.q_proj": "self_attn.q_proj.weight",
+        "self_attention.q_a_proj": "self_attn.q_a_proj.weight",
+        "self_attention.q_a_norm": "self_attn.q_a_layernorm.weight",
+        "self_attention.q_b_proj": "self_attn.q_b_proj.weight",
+        "self_attention.kv_a_proj": "self_attn.kv_a_proj_with_mqa.weight",
+        "self_attention.kv_a_norm": "self_attn.kv_a_layernorm.weight",
+        "self_attention.kv_b_proj": "self_attn.kv_b_proj.weight",
+        "self_attention.o_proj": "self_attn.o_proj.weight",
+        "mlp_norm": "post_attention_layernorm.weight",
+        "router": "mlp.gate.weight",
+        "router_bias": "mlp.gate.e_score_correction_bias",
+        "experts_gate_proj": "mlp.experts.{}.gate_proj.weight",
+        "experts_up_proj": "mlp.experts.{}.up_proj.weight",
+        "experts_down_proj": "mlp.experts.{}.down_proj.weight",
+        "mlp_gate_proj": f"{mlp}.gate_proj.weight",
+        "mlp_up_proj": f"{mlp}.up_proj.weight",
+        "mlp_down_proj": f"{mlp}.down_proj.weight",
     }
-    if q_rank is None:
-        plain["self_attention.q_proj"] = "self_attn.q_proj", (q_width, H)
-    else:
-        plain["self_attention.q_a_proj"] = "self_attn.q_a_proj", (q_rank, H)
-        plain["self_attention.q_a_norm"] = "self_attn.q_a_layernorm", (q_rank,)
-        plain["self_attention.q_b_proj"] = "self_attn.q_b_proj", (q_width, q_rank)
-    if not config.is_sparse(layer):
-        gated = gated_tensors(layer, "mlp_", "mlp", config.intermediate_size, H)
-        return layer_tensors(layer, plain) + gated
-    plain["router"] = "mlp.gate", (E, H)
-    tensors, width = layer_tensors(layer, plain), config.moe_intermediate_size
-    if shared := config.n_shared_experts * width:
-        tensors += gated_tensors(layer, "mlp_", "mlp.shared_experts", shared, H)
-    if config.is_v3:
-        bias = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias",)
-        name = f"layers.{layer}.router_bias"
-        tensors.append(CanonicalTensor(name, (E,), bias, keeps_float32=True))
-    return tensors + gated_tensors(layer, "experts_", "mlp.experts", width, H, E)
 
 
 def _fixed_hf_fields(is_v3: bool, num_heads: object) -> dict[str, object]:

@@ -28,37 +28,27 @@ from pith_ops.attention import AttentionBackend
 from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope
+from pith_ops.rope import apply_rope
 from pith_ops.routing import router_logits, topk_softmax
 from pith_ops.swiglu import clamped_swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
-from pith_models.hf import CanonicalTensor, FusedKey, Rows
-from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
+from pith_models.hf import FusedKey, Rows
+from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fields
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptOssConfig:
+class GptOssConfig(DecoderConfig):
     """A GPT-OSS model, under Hugging Face's field names."""
 
-    vocab_size: int
-    """Rows of embedding and head."""
-    hidden_size: int
-    """Width of the residual stream."""
-    num_hidden_layers: int
-    """Decoder layers, all sparse."""
-    num_attention_heads: int
-    """Query heads."""
     num_key_value_heads: int
     """Key and value heads; divides query heads."""
     head_dim: int
     """Width of a head; even."""
-    intermediate_size: int
-    """Width of one expert."""
     num_experts: int
     """Experts of a layer, over all ranks (`num_local_experts` in files)."""
     num_experts_per_tok: int
@@ -69,28 +59,20 @@ class GptOssConfig:
     """`sliding_attention` or `full_attention` a layer; empty: even layers (from 0) slide."""
     rope_theta: float = 150_000.0
     """Base of the rotary frequencies."""
-    rope_scaling: Yarn | None = None
-    """YaRN, if any."""
     rms_norm_eps: float = 1e-5
     """Added to the mean square in every norm."""
     swiglu_limit: float = 7.0
     """Upper bound of an expert's gate; of its up projection on both sides."""
     swiglu_alpha: float = 1.702
     """Factor of the gate inside its sigmoid."""
-    initializer_range: float = 0.02
-    """Standard deviation of initial matrices, sinks, router bias; others are 0."""
     max_position_embeddings: int = 131_072
     """Longest sequence."""
-    tie_word_embeddings: bool = False
-    """Whether the head is the embedding."""
 
     aligned_sizes = ("hidden_size", "intermediate_size")
-    """Not a field: sizes in grouped products."""
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
-        faults = shape_violations(self, {"num_experts_per_tok": "num_experts"})
-        kinds = self.layer_types
+        faults, kinds = super().violations(), self.layer_types
         if kinds and (len(kinds) != self.num_hidden_layers or set(kinds) - {_SLIDING, _FULL}):
             faults.append(
                 f"model.layer_types = {kinds}: must be empty or {_SLIDING} or {_FULL} for each of "
@@ -98,18 +80,10 @@ class GptOssConfig:
             )
         return faults
 
-    @property
-    def has_window(self) -> bool:
-        """Whether any layer slides."""
-        return any(map(self.is_sliding, range(self.num_hidden_layers)))
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether the layer routes: all do."""
-        return True
-
-    def is_sliding(self, layer: int) -> bool:
-        """Whether it attends within the window."""
-        return self.layer_types[layer] == _SLIDING if self.layer_types else layer % 2 == 0
+    def window(self, layer: int) -> int | None:
+        """Keys that a query of the layer (from 0) sees, if it slides."""
+        slides = self.layer_types[layer] == _SLIDING if self.layer_types else layer % 2 == 0
+        return self.sliding_window if slides else None
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "GptOssConfig":
@@ -119,17 +93,17 @@ class GptOssConfig:
         rope, length = hf_fields.get(rope_key), hf_fields.get("initial_context_length")
         if isinstance(rope, dict):
             length = rope.get("original_max_position_embeddings") or length
-        fixed = {**_FIXED_HF_FIELDS, "initial_context_length": length}
-        read = HfConfigReader(hf_fields, "GPT-OSS", fixed=fixed)
-        read.required(rope_key)
-        own = {
-            "num_experts": read.required("num_local_experts", "num_experts"),
-            "num_experts_per_tok": read.required("num_experts_per_tok", "experts_per_token"),
-            "swiglu_limit": read.optional("swiglu_limit", 7.0),
-            "swiglu_alpha": read.optional("swiglu_alpha", 1.702),
-            "layer_types": read.optional("layer_types", ()),
-        }
-        config = read.config(GptOssConfig, own)
+        config = config_from_hf(
+            GptOssConfig,
+            hf_fields,
+            fixed={**_FIXED_HF_FIELDS, "initial_context_length": length},
+            defaults={"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "layer_types": ()},
+            spellings={
+                "num_experts": ("num_local_experts", "num_experts"),
+                "num_experts_per_tok": ("num_experts_per_tok", "experts_per_token"),
+            },
+            needed=(rope_key,),
+        )
         derived = replace(config, layer_types=())
         return derived if derived._kinds() == config._kinds() else config
 
@@ -141,7 +115,7 @@ class GptOssConfig:
 
     def _kinds(self) -> list[str]:
         layers = range(self.num_hidden_layers)
-        return [_SLIDING if self.is_sliding(layer) else _FULL for layer in layers]
+        return [_SLIDING if self.window(layer) else _FULL for layer in layers]
 
 
 class GptOssLayer(nn.Module):
@@ -158,7 +132,7 @@ class GptOssLayer(nn.Module):
         super().__init__()
         self.config, self.num_local_experts = config, num_local_experts
         self.backend, self.cp = backend, cp
-        self.window = config.sliding_window if config.is_sliding(layer) else None
+        self.window = config.window(layer)
         H, D, std = config.hidden_size, config.head_dim, config.initializer_range
         I, E, N = config.intermediate_size, num_local_experts, config.num_experts
         heads, kv_width = config.num_attention_heads, config.num_key_value_heads * D
@@ -229,35 +203,27 @@ class GptOssLayer(nn.Module):
         return residual + combined
 
 
-def gpt_oss_tensors(config: GptOssConfig, layer: int) -> list[CanonicalTensor]:
-    """Every tensor of a layer, in order."""
-    H, I, E = config.hidden_size, config.intermediate_size, config.num_experts
-    D, heads = config.head_dim, config.num_attention_heads
-    Q, KV = heads * D, config.num_key_value_heads * D
-    ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-    plain: list[tuple[str, tuple[int, ...], str]] = [
-        ("attention_norm", (H,), "input_layernorm.weight"),
-        ("sinks", (heads,), "self_attn.sinks"),
-        ("mlp_norm", (H,), "post_attention_layernorm.weight"),
-        ("router", (E, H), "mlp.router.weight"),
-        ("router_bias", (E,), "mlp.router.bias"),
-    ]
-    for name, shape in {"q": (Q, H), "k": (KV, H), "v": (KV, H), "o": (H, Q)}.items():
-        plain.append((f"{name}_proj", shape, f"self_attn.{name}_proj.weight"))
-        plain.append((f"{name}_bias", shape[:1], f"self_attn.{name}_proj.bias"))
-    tensors = [CanonicalTensor(ours + name, shape, (theirs + key,)) for name, shape, key in plain]
-    for name, key, rows, shape in (
-        ("gate", "gate_up_proj", Rows.EVEN, (E, I, H)),
-        ("up", "gate_up_proj", Rows.ODD, (E, I, H)),
-        ("down", "down_proj", Rows.ALL, (E, H, I)),
-    ):
-        stem, key = f"{ours}experts_{name}", f"{theirs}mlp.experts.{key}"
-        matrix, bias = FusedKey(key, rows, is_transposed=True), FusedKey(f"{key}_bias", rows)
-        tensors += [
-            CanonicalTensor(f"{stem}_proj", shape, (), True, fused=matrix),
-            CanonicalTensor(f"{stem}_bias", shape[:2], (), True, fused=bias),
-        ]
-    return tensors
-
-
+_GATE_UP = "mlp.experts.gate_up_proj"
+GPT_OSS_KEYS = {
+    "attention_norm": "input_layernorm.weight",
+    "q_proj": "self_attn.q_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_proj": "self_attn.k_proj.weight",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_proj": "self_attn.v_proj.weight",
+    "v_bias": "self_attn.v_proj.bias",
+    "sinks": "self_attn.sinks",
+    "o_proj": "self_attn.o_proj.weight",
+    "o_bias": "self_attn.o_proj.bias",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "router": "mlp.router.weight",
+    "router_bias": "mlp.router.bias",
+    "experts_gate_proj": FusedKey(_GATE_UP, Rows.EVEN, is_transposed=True),
+    "experts_up_proj": FusedKey(_GATE_UP, Rows.ODD, is_transposed=True),
+    "experts_gate_bias": FusedKey(f"{_GATE_UP}_bias", Rows.EVEN),
+    "experts_up_bias": FusedKey(f"{_GATE_UP}_bias", Rows.ODD),
+    "experts_down_proj": FusedKey("mlp.experts.down_proj", is_transposed=True),
+    "experts_down_bias": FusedKey("mlp.experts.down_proj_bias"),
+}
+"""Canonical name in a layer -> Hugging Face's."""
 _FIXED_HF_FIELDS = {"model_type": "gpt_oss", "attention_bias": True}

@@ -16,16 +16,17 @@ import warnings
 from collections import Counter
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from fcntl import LOCK_EX, LOCK_NB, flock
 from math import prod
 from pathlib import Path
 
 import torch
+from pith_engine.contract import DeclaredParameter, Role
 from pith_engine.fsdp import cut_block
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -67,6 +68,14 @@ class FusedKey:
     """Whether it is `[E, columns, rows]`; the shape does not tell if they are as many."""
 
 
+_FUSED = {
+    "gate_proj": ("gate_up_proj", Rows.FIRST_HALF),
+    "up_proj": ("gate_up_proj", Rows.SECOND_HALF),
+    "down_proj": ("down_proj", Rows.ALL),
+}
+"""An expert's matrix -> the fused key, its rows there."""
+
+
 @dataclass(frozen=True)
 class CanonicalTensor:
     """A tensor of a checkpoint, and where Hugging Face files keep it."""
@@ -106,36 +115,41 @@ class CanonicalTensor:
 
 
 def layer_tensors(
-    layer: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    layer: nn.Module, number: int, keys: Mapping[str, str | FusedKey]
 ) -> list[CanonicalTensor]:
-    """From name -> key between `model.layers.N.` and `.weight`, shape."""
-    return [
-        CanonicalTensor(f"layers.{layer}.{name}", shape, (f"model.layers.{layer}.{key}.weight",))
-        for name, (key, shape) in tensors.items()
-    ]
+    """The tensors that a layer declares, with all its experts.
 
-
-def gated_tensors(
-    layer: int, ours: str, theirs: str, width: int, hidden: int, num_experts: int = 0
-) -> list[CanonicalTensor]:
-    """Gate, up and down matrices of an MLP or experts; names begin `ours`, keys `theirs`."""
-    stem = f"model.layers.{layer}.{theirs}"
-    stems = [f"{stem}.{expert}" for expert in range(num_experts)] or [stem]
-    stack = (num_experts,) if num_experts else ()
-    return [
-        CanonicalTensor(
-            f"layers.{layer}.{ours}{name}",
-            (*stack, *shape),
-            tuple(f"{each}.{name}.weight" for each in stems),
-            is_expert_stack=num_experts > 0,
-            fused=FusedKey(f"{stem}.{fused}", rows) if stack else None,
-        )
-        for name, shape, fused, rows in (
-            ("gate_proj", (width, hidden), "gate_up_proj", Rows.FIRST_HALF),
-            ("up_proj", (width, hidden), "gate_up_proj", Rows.SECOND_HALF),
-            ("down_proj", (hidden, width), "down_proj", Rows.ALL),
-        )
-    ]
+    `keys`: canonical name -> key, both within the layer, `{}` for the expert, who may be fused.
+    """
+    stem, tensors = f"model.layers.{number}.", []
+    for stored, parameter in layer.named_parameters():
+        assert isinstance(parameter, DeclaredParameter), f"{stored} is not declared"
+        *shape, parts = *parameter.shape, parameter.parts
+        if parts:
+            shape[-2] //= len(parts)
+        is_stack = parameter.role.is_expert
+        for name in parts or (stored,):
+            match keys[name]:
+                case FusedKey() as fused:
+                    own, fused = (), replace(fused, key=stem + fused.key)
+                case key if is_stack:
+                    own = tuple(stem + key.format(expert) for expert in range(shape[0]))
+                    before, last = key.removesuffix(".weight").split("{}.")
+                    fused_name, rows = _FUSED[last]
+                    fused = FusedKey(f"{stem}{before}{fused_name}", rows)
+                case key:
+                    own, fused = (stem + key,), None
+            tensors.append(
+                CanonicalTensor(
+                    f"layers.{number}.{name}",
+                    tuple(shape),
+                    own,
+                    is_stack,
+                    fused=fused,
+                    keeps_float32=parameter.role is Role.BALANCE_BIAS,
+                )
+            )
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -23,35 +23,24 @@ from pith_ops.attention import AttentionBackend
 from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope
+from pith_ops.rope import apply_rope
 from pith_ops.routing import router_logits, softmax_topk
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
-from pith_models.hf import CanonicalTensor, gated_tensors, layer_tensors
-from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
+from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig:
+class Qwen3MoeConfig(DecoderConfig):
     """A Qwen3-MoE model, under Hugging Face's field names."""
 
-    vocab_size: int
-    """Rows of embedding and head."""
-    hidden_size: int
-    """Width of the residual stream."""
-    num_hidden_layers: int
-    """Decoder layers."""
-    num_attention_heads: int
-    """Query heads."""
     num_key_value_heads: int
     """Key and value heads; divides the query heads."""
     head_dim: int
     """Width of a head; even."""
-    intermediate_size: int
-    """Width of the MLP in dense layers."""
     moe_intermediate_size: int
     """Width of one expert."""
     num_experts: int
@@ -64,31 +53,14 @@ class Qwen3MoeConfig:
     """Layers (from 0) that are dense whatever `decoder_sparse_step` says."""
     decoder_sparse_step: int = 1
     """Layer i is sparse if `(i + 1) % decoder_sparse_step == 0`."""
-    rope_theta: float = 1_000_000.0
-    """Base of the rotary frequencies."""
-    rope_scaling: Yarn | None = None
-    """YaRN, if any."""
-    rms_norm_eps: float = 1e-6
-    """Added to the mean square in every norm."""
-    initializer_range: float = 0.02
-    """Standard deviation of every initial matrix."""
-    max_position_embeddings: int = 40_960
-    """Longest sequence, in tokens."""
-    tie_word_embeddings: bool = False
-    """Whether the head is the embedding."""
-
-    aligned_sizes = ("hidden_size", "moe_intermediate_size")
-    has_window = False
-    """Not fields: sizes in grouped products, and that no layer slides."""
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
-        faults = shape_violations(self, {"num_experts_per_tok": "num_experts"})
-        outside = [i for i in self.mlp_only_layers if not 0 <= i < self.num_hidden_layers]
-        if outside:
+        faults, layers = super().violations(), self.num_hidden_layers
+        if outside := [i for i in self.mlp_only_layers if not 0 <= i < layers]:
             faults.append(
                 f"model.mlp_only_layers = {self.mlp_only_layers}: {outside} are not among layers "
-                f"0 to {self.num_hidden_layers - 1}"
+                f"0 to {layers - 1}"
             )
         return faults
 
@@ -99,18 +71,18 @@ class Qwen3MoeConfig:
     @staticmethod
     def from_hf(hf_fields: dict) -> "Qwen3MoeConfig":
         """Read the fields of a `config.json`; a ValueError names every fault."""
-        neutral = ("sliding_window", "max_window_layers")  # need `use_sliding_window`
-        read = HfConfigReader(hf_fields, "Qwen3-MoE", fixed=_FIXED_HF_FIELDS, neutral=neutral)
         hidden, heads = hf_fields.get("hidden_size"), hf_fields.get("num_attention_heads")
-        default = 2  # `violations` names what is wrong with the others
+        head_dim = 2  # `violations` names what is wrong with the others
         if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-            default = hidden // heads
-        own = {
-            "num_experts": read.required("num_experts", "num_local_experts"),
-            "head_dim": read.optional("head_dim", default),
-            "mlp_only_layers": read.optional("mlp_only_layers", ()),
-        }
-        return read.config(Qwen3MoeConfig, own)
+            head_dim = hidden // heads
+        return config_from_hf(
+            Qwen3MoeConfig,
+            hf_fields,
+            fixed=_FIXED_HF_FIELDS,
+            defaults={"head_dim": head_dim, "mlp_only_layers": ()},
+            neutral=("sliding_window", "max_window_layers"),  # need `use_sliding_window`
+            spellings={"num_experts": ("num_experts", "num_local_experts")},
+        )
 
     def to_hf(self) -> dict:
         """The fields of a `config.json`."""
@@ -202,26 +174,24 @@ class Qwen3MoeLayer(nn.Module):
         return residual + combined
 
 
-def qwen3_moe_tensors(config: Qwen3MoeConfig, layer: int) -> list[CanonicalTensor]:
-    """Every tensor of a layer, in order."""
-    H, D, E = config.hidden_size, config.head_dim, config.num_experts
-    Q, KV = config.num_attention_heads * D, config.num_key_value_heads * D
-    shapes = {"q_proj": (Q, H), "k_proj": (KV, H), "v_proj": (KV, H)}
-    shapes |= {"q_norm": (D,), "k_norm": (D,), "o_proj": (H, Q)}
-    plain: dict[str, tuple[str, tuple[int, ...]]] = {
-        "self_attention.norm": ("input_layernorm", (H,)),
-        **{f"self_attention.{n}": (f"self_attn.{n}", shape) for n, shape in shapes.items()},
-        "mlp_norm": ("post_attention_layernorm", (H,)),
-    }
-    if config.is_sparse(layer):
-        plain["router"] = "mlp.gate", (E, H)
-        width = config.moe_intermediate_size
-        gated = gated_tensors(layer, "experts_", "mlp.experts", width, H, E)
-    else:
-        gated = gated_tensors(layer, "mlp_", "mlp", config.intermediate_size, H)
-    return layer_tensors(layer, plain) + gated
-
-
+QWEN3_MOE_KEYS = {
+    "self_attention.norm": "input_layernorm.weight",
+    "self_attention.q_proj": "self_attn.q_proj.weight",
+    "self_attention.k_proj": "self_attn.k_proj.weight",
+    "self_attention.v_proj": "self_attn.v_proj.weight",
+    "self_attention.q_norm": "self_attn.q_norm.weight",
+    "self_attention.k_norm": "self_attn.k_norm.weight",
+    "self_attention.o_proj": "self_attn.o_proj.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "router": "mlp.gate.weight",
+    "experts_gate_proj": "mlp.experts.{}.gate_proj.weight",
+    "experts_up_proj": "mlp.experts.{}.up_proj.weight",
+    "experts_down_proj": "mlp.experts.{}.down_proj.weight",
+    "mlp_gate_proj": "mlp.gate_proj.weight",
+    "mlp_up_proj": "mlp.up_proj.weight",
+    "mlp_down_proj": "mlp.down_proj.weight",
+}
+"""Canonical name in a layer -> Hugging Face's, `{}` for the expert."""
 _FIXED_HF_FIELDS = {
     "model_type": "qwen3_moe",
     "attention_bias": False,
