@@ -83,7 +83,7 @@ def read(
     folder: Path,
     layout: Sequence[CanonicalTensor],
     tensors: Mapping[str, Tensor],
-    skipped: Sequence[SkippedKeys] = (),
+    skipped: SkippedKeys | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> HuggingFaceTensors:
     """What is read from a folder that holds these, over two files."""
@@ -338,7 +338,7 @@ def test_skipped_keys_are_reported_once(tmp_path: Path):
     layout = [CanonicalTensor("layers.6.a", (2, 3), ("model.layers.6.a",))]
     theirs = {"model.layers.6.a": draw(2, 3, dtype=torch.float32)}
     extra = {"model.layers.61.a": draw(2), "model.layers.61.shared.b": torch.zeros(1)}
-    skipped = [SkippedKeys("model.layers.61.", "shared.b", "they are not implemented")]
+    skipped = SkippedKeys("model.layers.61.", "shared.b", "they are not implemented")
     account = "keys: 1 loaded, 0 unexpected, 0 missing; dtype changes: none"
     assert read(tmp_path, layout, theirs, skipped).account == account
     assert read(tmp_path, layout, theirs | extra, skipped).account == (

@@ -126,13 +126,13 @@ def _layer_tensors(config: ModelConfig, number: int) -> list[CanonicalTensor]:
     return layer_tensors(whole, number, keys)
 
 
-def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
+def skipped_keys(config: ModelConfig) -> SkippedKeys | None:
     """Keys of the family's Hugging Face files that are left out on purpose."""
     if not isinstance(config, DeepseekConfig) or not config.is_v3:
-        return ()
+        return None
     # V3's files hold a layer of multi-token prediction after the last, told by its projection.
     prefix = f"model.layers.{config.num_hidden_layers}."
-    return (SkippedKeys(prefix, "eh_proj.weight", "multi-token prediction is not implemented"),)
+    return SkippedKeys(prefix, "eh_proj.weight", "multi-token prediction is not implemented")
 
 
 def head_dims(config: ModelConfig) -> tuple[int, int]:

@@ -2,8 +2,7 @@
 
 A checkpoint of ours names *canonical* tensors ("layers.3.experts_gate_proj", `[E, I, H]`). Files
 hold one under its own key, one key per expert, or fused: `gate_up_proj` has all experts' gate and
-up rows, halves or, in GPT-OSS, in turn and transposed. FP8 and MXFP4 are decoded. Memory: one
-canonical tensor and one key.
+up rows, halves or, in GPT-OSS, in turn and transposed. FP8 and MXFP4 are decoded.
 
 The trap is a partial load, which trains plausibly: a missing, unexpected or misshapen key is an
 error that lists it, before any value is read.
@@ -19,8 +18,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from fcntl import LOCK_EX, LOCK_NB, flock
+from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from pith_engine.contract import DeclaredParameter, Role
@@ -176,21 +177,20 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         folder: Path,
         layout: Sequence[CanonicalTensor],
         dtype: torch.dtype,
-        skipped: Sequence[SkippedKeys] = (),
+        skipped: SkippedKeys | None = None,
     ):
         self._layout = {tensor.name: tensor for tensor in layout}
         self._dtype = dtype
-        headers, notes = _read_headers(folder), ""
-        for group in skipped:
-            kept = {key: v for key, v in headers.items() if not key.startswith(group.prefix)}
-            if f"{group.prefix}{group.mark}" in headers:
-                count = len(headers) - len(kept)
-                notes += f"; {count} keys of {group.prefix[:-1]} skipped: {group.reason}"
-                headers = kept
+        headers, note = _read_headers(folder), ""
+        if skipped and skipped.prefix + skipped.mark in headers:
+            kept = {k: header for k, header in headers.items() if not k.startswith(skipped.prefix)}
+            count = len(headers) - len(kept)
+            note = f"; {count} keys of {skipped.prefix[:-1]} skipped: {skipped.reason}"
+            headers = kept
         self._headers, self._parts = headers, _check_keys(folder, layout, headers)
         for tensor in layout:
             if tensor.copy in self._parts:
-                copy = self._load(CanonicalTensor(tensor.name, tensor.shape, (tensor.copy,)))
+                copy = self._load(replace(tensor, keys=(tensor.copy,)))
                 if not torch.equal(copy, self[tensor.name]):
                     raise ValueError(
                         f"{folder}: {tensor.copy} differs from {tensor.keys[0]}, tied by "
@@ -201,7 +201,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         changes = [f"{n} keys {old} -> {new}" for old, n in sorted(olds.items()) if old != new]
         self.account = (
             f"keys: {len(headers)} loaded, 0 unexpected, 0 missing; dtype changes: "
-            f"{', '.join(changes) or 'none'}{notes}"
+            f"{', '.join(changes) or 'none'}{note}"
         )
 
     def __getitem__(self, name: str) -> Tensor:
@@ -218,22 +218,19 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         return cut_block(self._load(tensor, experts), (0, *offsets[1:]), sizes)
 
     def _load(self, tensor: CanonicalTensor, experts: range | None = None) -> Tensor:
-        places: list[tuple[str, int | None]] = [(key, None) for key in tensor.keys]
-        if fused := tensor.fused if tensor.fused and tensor.fused.key in self._parts else None:
-            places = [(fused.key, expert) for expert in range(tensor.shape[0])]
-        if experts is not None:
+        shape, places = tensor.shape, [(key, ...) for key in tensor.keys]
+        fused = tensor.fused if tensor.fused and tensor.fused.key in self._parts else None
+        if fused:
+            places = [(fused.key, expert) for expert in range(shape[0])]
+        if experts:
+            shape = len(experts), *shape[1:]
             places = [places[expert] for expert in experts]
-        shape = tensor.shape if experts is None else (len(experts), *tensor.shape[1:])
         out = torch.empty(shape, dtype=self._dtype)
         paths = {self._headers[part].path for key, _ in places for part in self._parts[key]}
         with ExitStack() as stack:
             files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in paths}
-            for (key, expert), view in zip(places, tensor.slices(out), strict=True):
-                parts = []
-                for part in self._parts[key]:
-                    file = files[self._headers[part].path]
-                    whole = expert is None
-                    parts.append(file.get_tensor(part) if whole else file.get_slice(part)[expert])
+            for (key, index), view in zip(places, tensor.slices(out), strict=True):
+                parts = [files[self._headers[p].path].get_slice(p)[index] for p in self._parts[key]]
                 value = _decode(*parts)
                 view.copy_(_rows(value, fused) if fused else value)
         return out
@@ -324,8 +321,7 @@ def held_folder(folder: Path) -> Generator[Path]:
         yield lock
 
 
-@dataclass(frozen=True)
-class _Header:
+class _Header(NamedTuple):
     path: Path
     shape: tuple[int, ...]
     dtype: str
@@ -385,12 +381,11 @@ def _check_keys(
             wanted[tensor.copy] = tensor.shape
     parts = {key: _parts(key, shape, headers) for key, shape in wanted.items()}
     needed = {name: facts for part in parts.values() for name, facts in part.items()}
-    wrong = []
-    for name in sorted(needed.keys() & headers):
-        (shape, dtypes), header = needed[name], headers[name]
-        if header.shape != shape or header.dtype not in dtypes:
-            found, expected = list(header.shape), f"{list(shape)} {' or '.join(dtypes)}"
-            wrong.append(f"{name} {found} {header.dtype}, expected {expected}")
+    wrong = [
+        f"{name} {list(found.shape)} {found.dtype}, expected {list(shape)} {' or '.join(dtypes)}"
+        for name, (shape, dtypes) in sorted(needed.items())
+        if (found := headers.get(name)) and (found.shape != shape or found.dtype not in dtypes)
+    ]
     found = {
         "missing keys": sorted(needed.keys() - headers),
         "unexpected keys": sorted(headers.keys() - needed),
@@ -444,37 +439,33 @@ def _write_files(
     sharing: dict[str, list[CanonicalTensor]] = {}
     for tensor in layout:
         sharing.setdefault(next(iter(tensor.written)), []).append(tensor)
-    for key, members in sharing.items():
-        place, fused = places[key], None
-        if not members[0].keys:
-            fused = torch.empty(place.shape, dtype=place.dtype)
+    for first_key, members in sharing.items():
+        values: dict[str, Tensor] = {}
         for tensor in members:
-            value = tensors[tensor.name]
+            value = tensors[tensor.name].detach()
             if tuple(value.shape) != tensor.shape:
                 raise ValueError(f"{tensor.name} is {list(value.shape)}, expected {tensor.shape}")
-            slices = tensor.slices(value.detach())
-            if fused is None:
-                for own_key, view in zip(tensor.keys, slices, strict=True):
-                    places[own_key].write(view)
+            slices = tensor.slices(value)
+            if tensor.keys:
+                values = dict(zip(tensor.keys, slices, strict=True))
             elif tensor.fused:
-                for expert, view in zip(fused, slices, strict=True):
+                place = places[first_key]
+                whole = values.setdefault(first_key, torch.empty(place.shape, dtype=place.dtype))
+                for expert, view in zip(whole, slices, strict=True):
                     _rows(expert, tensor.fused).copy_(view)
-        if fused is not None:
-            place.write(fused)
+        for key, value in values.items():
+            place = places[key]
+            flat = value.to("cpu", place.dtype).flatten().view(torch.uint8)
+            with place.path.open("r+b") as file:
+                file.seek(place.offset)
+                file.write(flat.numpy().data)
 
 
-@dataclass(frozen=True)
-class _Place:
-    path: Path
-    offset: int
+class _Place(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    def write(self, tensor: Tensor) -> None:
-        flat = tensor.to("cpu", self.dtype).flatten().view(torch.uint8)
-        with self.path.open("r+b") as file:
-            file.seek(self.offset)
-            file.write(flat.numpy().data)
+    path: Path
+    offset: int
 
 
 def _create_files(
@@ -488,33 +479,35 @@ def _create_files(
     }
     total = sum(prod(shape) for shape, _ in written.values())
     assert total == sum(prod(tensor.shape) for tensor in layout), "a fused key has gaps"
-    files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
-    filled = total_size = 0
-    for key, (shape, own) in written.items():
-        size = prod(shape) * own.itemsize
+    sizes = {key: prod(shape) * own.itemsize for key, (shape, own) in written.items()}
+    files: list[list[str]] = [[]]
+    filled = 0
+    for key, size in sizes.items():
         if filled and filled + size > max_file_bytes:
-            files, filled = [*files, {}], 0
-        files[-1][key] = shape, own
-        filled, total_size = filled + size, total_size + size
+            files, filled = [*files, []], 0
+        files[-1].append(key)
+        filled += size
     names = {own: name for name, own in _DTYPES.items()}
     places: dict[str, _Place] = {}
-    for number, entries in enumerate(files, start=1):
+    for number, keys in enumerate(files, start=1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         path = folder / (name if len(files) > 1 else SINGLE_FILE)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        starts, end = {}, 0
         # safetensors' order, widest first: every tensor is aligned.
-        for key, (shape, own) in sorted(entries.items(), key=lambda e: (-e[1][1].itemsize, e[0])):
-            starts[key], end = end, end + prod(shape) * own.itemsize
-            header[key] = {"dtype": names[own], "shape": shape, "data_offsets": [starts[key], end]}
+        keys.sort(key=lambda key: (-written[key][1].itemsize, key))
+        ends = list(accumulate(sizes[key] for key in keys))
+        for key, end in zip(keys, ends, strict=True):
+            shape, own = written[key]
+            offsets = [end - sizes[key], end]
+            header[key] = {"dtype": names[own], "shape": shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        path.write_bytes(len(text).to_bytes(8, "little") + text)
-        os.truncate(path, 8 + len(text) + end)
-        for key, (shape, own) in entries.items():
-            places[key] = _Place(path, 8 + len(text) + starts[key], shape, own)
+        start = path.write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(path, start + sum(sizes[key] for key in keys))
+        for key, end in zip(keys, ends, strict=True):
+            places[key] = _Place(*written[key], path, start + end - sizes[key])
     if len(files) > 1:
-        metadata = {"total_size": total_size, "total_parameters": total}
+        metadata = {"total_size": sum(sizes.values()), "total_parameters": total}
         weight_map = {key: place.path.name for key, place in places.items()}
         _write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
     return places
