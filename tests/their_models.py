@@ -17,7 +17,7 @@ from pith_models.build import (
     build_chunks,
     canonical_tensors,
     model_config_from_hf,
-    skipped_keys,
+    skipped_layer,
 )
 from pith_models.hf import FusedKey, HuggingFaceTensors, Rows, read_hf_config
 from pith_ops.attention import AttentionBackend
@@ -80,7 +80,7 @@ def load_ours(folder: Path, dtype: torch.dtype) -> tuple[list[ModelChunk], list[
     # The masters are fp32, or wider.
     wide = torch.promote_types(dtype, torch.float32)
     layout = canonical_tensors(config)
-    values = HuggingFaceTensors(folder, layout, wide, skipped_keys(config))
+    values = HuggingFaceTensors(folder, layout, wide, skipped_layer(config))
     for unit in units:
         for parameter in unit.parameters:
             for block in canonical_blocks(parameter, parameter.shard):

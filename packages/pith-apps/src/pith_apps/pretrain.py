@@ -39,7 +39,7 @@ from pith_engine.lr import learning_rate
 from pith_engine.muon import Muon
 from pith_engine.optim import AdamW, describe_groups
 from pith_engine.runtime import all_reduce, broadcast_object, read_launch
-from pith_models.build import canonical_tensors, skipped_keys
+from pith_models.build import canonical_tensors, skipped_layer
 from pith_models.hf import HuggingFaceTensors
 
 from pith_apps.checks import changed_fields, required_checkpoint
@@ -115,7 +115,7 @@ def _start(config: RunConfig, trainer: Trainer) -> str:
         manifest = load_checkpoint(source, trainer.parameters, None, trainer.mesh)
         return f"step 1 starts from the weights of {source}, saved after step {manifest.step}"
     layout, dtype = canonical_tensors(config.model), trainer.parameters[0].shard.dtype
-    tensors = HuggingFaceTensors(source, layout, dtype, skipped_keys(config.model))
+    tensors = HuggingFaceTensors(source, layout, dtype, skipped_layer(config.model))
     for parameter in trainer.parameters:
         for block in canonical_blocks(parameter, parameter.shard):
             block.tensor.copy_(tensors.block(block.name, block.offsets, block.tensor.shape))

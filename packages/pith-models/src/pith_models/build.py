@@ -17,7 +17,7 @@ from torch import nn
 from pith_models.chunk import DecoderChunk
 from pith_models.deepseek import DeepseekConfig, DeepseekLayer, deepseek_keys
 from pith_models.gpt_oss import GPT_OSS_KEYS, GptOssConfig, GptOssLayer
-from pith_models.hf import CanonicalTensor, SkippedKeys, layer_tensors
+from pith_models.hf import CanonicalTensor, layer_tensors
 from pith_models.qwen3_dense import QWEN3_KEYS, Qwen3Config, Qwen3Layer
 from pith_models.qwen3_moe import QWEN3_MOE_KEYS, Qwen3MoeConfig, Qwen3MoeLayer
 
@@ -33,21 +33,6 @@ class ParameterCounts:
     """All."""
     active: int
     """Those that one token meets: of a layer's experts only the top-k."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardFlops:
-    """Floating-point operations of the forward pass per token; the embedding costs none."""
-
-    layers: tuple[float, ...]
-    """Per decoder layer, causal attention counted by half."""
-    head: float
-    """Of the output projection."""
-
-    @property
-    def total(self) -> float:
-        """Layers and head together."""
-        return sum(self.layers) + self.head
 
 
 def build_chunks(
@@ -77,7 +62,6 @@ def build_chunks(
             DecoderChunk(
                 config,
                 layers,
-                norm_rounds_once=isinstance(config, GptOssConfig),
                 is_first=chunk == 0,
                 is_last=is_last,
                 tied_embedding=chunks[0].get_parameter("embedding") if tied else None,
@@ -126,13 +110,10 @@ def _layer_tensors(config: ModelConfig, number: int) -> list[CanonicalTensor]:
     return layer_tensors(whole, number, keys)
 
 
-def skipped_keys(config: ModelConfig) -> SkippedKeys | None:
-    """Keys of the family's Hugging Face files that are left out on purpose."""
-    if not isinstance(config, DeepseekConfig) or not config.is_v3:
-        return None
-    # V3's files hold a layer of multi-token prediction after the last, told by its projection.
-    prefix = f"model.layers.{config.num_hidden_layers}."
-    return SkippedKeys(prefix, "eh_proj.weight", "multi-token prediction is not implemented")
+def skipped_layer(config: ModelConfig) -> int | None:
+    """The layer after the last in V3's files: multi-token prediction, which is not implemented."""
+    is_v3 = isinstance(config, DeepseekConfig) and config.is_v3
+    return config.num_hidden_layers if is_v3 else None
 
 
 def head_dims(config: ModelConfig) -> tuple[int, int]:
@@ -175,11 +156,11 @@ def _active_size(config: ModelConfig, tensor: CanonicalTensor) -> int:
     return size
 
 
-def forward_flops(config: ModelConfig, sequence_length: int) -> ForwardFlops:
-    """The operations of a token in a sequence of this length.
+def forward_flops(config: ModelConfig, sequence_length: int) -> tuple[tuple[float, ...], float]:
+    """Forward operations of a token in a sequence of this length: of each layer, of the head.
 
     2 for each number of a matrix that it meets and, in each head, of the keys and values that its
-    query sees on average.
+    query sees on average. The embedding costs none.
     """
     layers = []
     for layer in range(config.num_hidden_layers):
@@ -190,4 +171,4 @@ def forward_flops(config: ModelConfig, sequence_length: int) -> ForwardFlops:
         keys = span - span * (span - 1) / 2 / sequence_length
         attention = config.num_attention_heads * sum(head_dims(config)) * keys
         layers.append(2 * (sum(_active_size(config, t) for t in matrices) + attention))
-    return ForwardFlops(layers=tuple(layers), head=2.0 * config.hidden_size * config.vocab_size)
+    return tuple(layers), 2.0 * config.hidden_size * config.vocab_size

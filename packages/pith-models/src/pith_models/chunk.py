@@ -28,13 +28,12 @@ class DecoderChunk(ModelChunk):
         config: DecoderConfig,
         layers: Mapping[int, nn.Module],
         *,
-        norm_rounds_once: bool,
         is_first: bool,
         is_last: bool,
         tied_embedding: Tensor | None,
     ):
         super().__init__(is_first=is_first, is_last=is_last)
-        self.config, self.norm_rounds_once = config, norm_rounds_once
+        self.config = config
         shape, std = (config.vocab_size, config.hidden_size), config.initializer_range
         if is_first:
             self.embedding = declare(shape, Role.EMBEDDING, std=std)
@@ -58,7 +57,7 @@ class DecoderChunk(ModelChunk):
         return linear(self._normed(hidden), self.head)
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        epsilon, once = self.config.rms_norm_eps, self.norm_rounds_once
+        epsilon, once = self.config.rms_norm_eps, self.config.norm_rounds_once
         return rms_norm(hidden, self.final_norm, epsilon, rounds_once=once)
 
 

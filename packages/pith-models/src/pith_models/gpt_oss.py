@@ -69,6 +69,7 @@ class GptOssConfig(DecoderConfig):
     """Longest sequence."""
 
     aligned_sizes = ("hidden_size", "intermediate_size")
+    norm_rounds_once = True
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""

@@ -2,7 +2,8 @@
 
 A checkpoint of ours names *canonical* tensors ("layers.3.experts_gate_proj", `[E, I, H]`). Files
 hold one under its own key, one key per expert, or fused: `gate_up_proj` has all experts' gate and
-up rows, halves or, in GPT-OSS, in turn and transposed. FP8 and MXFP4 are decoded.
+up rows, halves or, in GPT-OSS, in turn and transposed. FP8 and MXFP4 are decoded. Memory: one
+canonical tensor and one key.
 
 The trap is a partial load, which trains plausibly: a missing, unexpected or misshapen key is an
 error that lists it, before any value is read.
@@ -101,14 +102,20 @@ class CanonicalTensor:
         """Key -> shape in an export."""
         return self.stored(())
 
+    def fused_in(self, present: Container[str]) -> FusedKey | None:
+        """The fused key if files that have these keys hold it there."""
+        is_fused = self.fused and (not self.keys or self.fused.key in present)
+        return self.fused if is_fused else None
+
     def stored(self, present: Container[str]) -> dict[str, tuple[int, ...]]:
         """Key -> shape in files that have these keys."""
-        if self.fused is None or (self.keys and self.fused.key not in present):
+        fused = self.fused_in(present)
+        if fused is None:
             return dict.fromkeys(self.keys, self.shape[1:] if self.is_expert_stack else self.shape)
         experts, rows, *columns = self.shape
-        rows *= 1 if self.fused.rows is Rows.ALL else 2
-        shape = (*columns, rows) if self.fused.is_transposed else (rows, *columns)
-        return {self.fused.key: (experts, *shape)}
+        rows *= 1 if fused.rows is Rows.ALL else 2
+        shape = (*columns, rows) if fused.is_transposed else (rows, *columns)
+        return {fused.key: (experts, *shape)}
 
     def slices(self, tensor: Tensor) -> Sequence[Tensor]:
         """Views of a tensor of `shape`: a stack's experts, else itself."""
@@ -153,23 +160,11 @@ def layer_tensors(
     return tensors
 
 
-@dataclass(frozen=True)
-class SkippedKeys:
-    """Keys that are left out on purpose."""
-
-    prefix: str
-    """Their beginning, dot included."""
-    mark: str
-    """Ends a key that must be among them."""
-    reason: str
-    """Ends the line that reports them."""
-
-
 class HuggingFaceTensors(Mapping[str, Tensor]):
     """A folder's canonical tensors, read as `dtype` when asked for.
 
     ValueError with every missing, unexpected and misshapen key, or a damaged file; `account` is a
-    line about the keys.
+    line about the keys. `skipped_layer` is one of multi-token prediction, told by its projection.
     """
 
     def __init__(
@@ -177,15 +172,16 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         folder: Path,
         layout: Sequence[CanonicalTensor],
         dtype: torch.dtype,
-        skipped: SkippedKeys | None = None,
+        skipped_layer: int | None = None,
     ):
         self._layout = {tensor.name: tensor for tensor in layout}
         self._dtype = dtype
         headers, note = _read_headers(folder), ""
-        if skipped and skipped.prefix + skipped.mark in headers:
-            kept = {k: header for k, header in headers.items() if not k.startswith(skipped.prefix)}
-            count = len(headers) - len(kept)
-            note = f"; {count} keys of {skipped.prefix[:-1]} skipped: {skipped.reason}"
+        prefix = f"model.layers.{skipped_layer}."
+        if f"{prefix}eh_proj.weight" in headers:
+            kept = {key: v for key, v in headers.items() if not key.startswith(prefix)}
+            note = f"; {len(headers) - len(kept)} keys of {prefix[:-1]} skipped: multi-token "
+            note += "prediction is not implemented"
             headers = kept
         self._headers, self._parts = headers, _check_keys(folder, layout, headers)
         for tensor in layout:
@@ -219,7 +215,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
 
     def _load(self, tensor: CanonicalTensor, experts: range | None = None) -> Tensor:
         shape, places = tensor.shape, [(key, ...) for key in tensor.keys]
-        fused = tensor.fused if tensor.fused and tensor.fused.key in self._parts else None
+        fused = tensor.fused_in(self._parts)
         if fused:
             places = [(fused.key, expert) for expert in range(shape[0])]
         if experts:
@@ -446,13 +442,13 @@ def _write_files(
             if tuple(value.shape) != tensor.shape:
                 raise ValueError(f"{tensor.name} is {list(value.shape)}, expected {tensor.shape}")
             slices = tensor.slices(value)
-            if tensor.keys:
-                values = dict(zip(tensor.keys, slices, strict=True))
-            elif tensor.fused:
+            if fused := tensor.fused_in(()):
                 place = places[first_key]
                 whole = values.setdefault(first_key, torch.empty(place.shape, dtype=place.dtype))
                 for expert, view in zip(whole, slices, strict=True):
-                    _rows(expert, tensor.fused).copy_(view)
+                    _rows(expert, fused).copy_(view)
+            else:
+                values = dict(zip(tensor.keys, slices, strict=True))
         for key, value in values.items():
             place = places[key]
             flat = value.to("cpu", place.dtype).flatten().view(torch.uint8)

@@ -57,10 +57,11 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     """Whether the head is the embedding."""
 
-    # No fields: sizes in grouped products, fields and their largest values, integers that may be 0.
-    aligned_sizes = ("hidden_size", "moe_intermediate_size")
-    limits = (("num_experts_per_tok", "num_experts"),)
+    # Not fields:
+    aligned_sizes = ("hidden_size", "moe_intermediate_size")  # those of grouped products
+    limits = (("num_experts_per_tok", "num_experts"),)  # a field and the one that bounds it
     may_be_zero = ()
+    norm_rounds_once = False
 
     @property
     def has_window(self) -> bool:
