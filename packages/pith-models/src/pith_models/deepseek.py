@@ -23,6 +23,7 @@ V2 never normalises, nor do V2 models; for other settings V3's rule holds here.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -47,7 +48,7 @@ _LOW_RANK_EPSILON = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(DecoderConfig):
-    """A DeepSeek-V2 or V3 model, under Hugging Face's field names."""
+    """A DeepSeek-V2 or V3 model."""
 
     q_lora_rank: int | None
     """Low rank of the query; None: a full matrix."""
@@ -148,6 +149,8 @@ class DeepseekConfig(DecoderConfig):
         # transformers has other defaults where these are absent.
         nulls = {"q_lora_rank": None, "n_shared_experts": 0}
         defaults = {name: null for name, null in nulls.items() if name in hf_fields}
+        if not is_v3:
+            defaults |= {"n_group": 1, "topk_group": 1}
         return config_from_hf(
             DeepseekConfig,
             hf_fields,
@@ -155,11 +158,7 @@ class DeepseekConfig(DecoderConfig):
                 **_fixed_hf_fields(is_v3, hf_fields.get("num_attention_heads")),
                 "topk_method": method if method in methods else " or ".join(methods),
             },
-            defaults={
-                "topk_method": methods[0],
-                **({} if is_v3 else {"n_group": 1, "topk_group": 1}),
-                **defaults,
-            },
+            defaults={"topk_method": method, **defaults},
             neutral=_NEUTRAL_HF_FIELDS,
         )
 
@@ -178,18 +177,19 @@ class DeepseekAttention(nn.Module):
         self.config, self.backend, self.cp = config, backend, cp
         H, R, std = config.hidden_size, config.kv_lora_rank, config.initializer_range
         heads, q_rank = config.num_attention_heads, config.q_lora_rank
+        matrix = partial(declare, role=Role.MATRIX, std=std)
         self.norm = declare((H,), Role.NORM)
         if q_rank is None:
-            self.q_proj = declare((heads * config.query_dim, H), Role.MATRIX, std=std)
+            self.q_proj = matrix((heads * config.query_dim, H))
         else:
-            self.q_a_proj = declare((q_rank, H), Role.MATRIX, std=std)
+            self.q_a_proj = matrix((q_rank, H))
             self.q_a_norm = declare((q_rank,), Role.NORM)
-            self.q_b_proj = declare((heads * config.query_dim, q_rank), Role.MATRIX, std=std)
-        self.kv_a_proj = declare((R + config.qk_rope_head_dim, H), Role.MATRIX, std=std)
+            self.q_b_proj = matrix((heads * config.query_dim, q_rank))
+        self.kv_a_proj = matrix((R + config.qk_rope_head_dim, H))
         self.kv_a_norm = declare((R,), Role.NORM)
         kv_width = heads * (config.qk_nope_head_dim + config.v_head_dim)
-        self.kv_b_proj = declare((kv_width, R), Role.MATRIX, std=std)
-        self.o_proj = declare((H, heads * config.v_head_dim), Role.MATRIX, std=std)
+        self.kv_b_proj = matrix((kv_width, R))
+        self.o_proj = matrix((H, heads * config.v_head_dim))
 
     def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         """`[T, H]` -> `[T, H]`, the input added."""
@@ -278,39 +278,30 @@ class DeepseekLayer(nn.Module):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order `[P, H]`, dense `[T, H]` -> as many unweighted outputs."""
+        """Rows in expert order, dense tokens, `[P, H]` -> unweighted outputs `[P, H]`."""
         if groups is None:
             return self._mlp(tokens, weight_grads)
         gate_up = grouped_linear(tokens, self.experts_gate_up, groups, weight_grads)
         return grouped_linear(swiglu(gate_up), self.experts_down_proj, groups, weight_grads)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Expert sums or MLP outputs, and residual, `[T, H]` -> hidden `[T, H]`."""
+        """Outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
         return residual + combined
 
 
 def deepseek_keys(is_sparse: bool) -> dict[str, str]:
-    """Canonical name in a layer -> Hugging Face's, `{}` for the expert."""
-    mlp = "mlp.shared_experts" if is_sparse else "mlp"
+    """For `layer_tensors`."""
     return {
         "self_attention.norm": "input_layernorm.weight",
-        "self_attention.q_proj": "self_attn.q_proj.weight",
-        "self_attention.q_a_proj": "self_attn.q_a_proj.weight",
         "self_attention.q_a_norm": "self_attn.q_a_layernorm.weight",
-        "self_attention.q_b_proj": "self_attn.q_b_proj.weight",
         "self_attention.kv_a_proj": "self_attn.kv_a_proj_with_mqa.weight",
         "self_attention.kv_a_norm": "self_attn.kv_a_layernorm.weight",
-        "self_attention.kv_b_proj": "self_attn.kv_b_proj.weight",
-        "self_attention.o_proj": "self_attn.o_proj.weight",
+        "self_attention.": "self_attn.",
         "mlp_norm": "post_attention_layernorm.weight",
+        "mlp_": "mlp.shared_experts." if is_sparse else "mlp.",
         "router": "mlp.gate.weight",
         "router_bias": "mlp.gate.e_score_correction_bias",
-        "experts_gate_proj": "mlp.experts.{}.gate_proj.weight",
-        "experts_up_proj": "mlp.experts.{}.up_proj.weight",
-        "experts_down_proj": "mlp.experts.{}.down_proj.weight",
-        "mlp_gate_proj": f"{mlp}.gate_proj.weight",
-        "mlp_up_proj": f"{mlp}.up_proj.weight",
-        "mlp_down_proj": f"{mlp}.down_proj.weight",
+        "experts_": "mlp.experts.{}.",
     }
 
 

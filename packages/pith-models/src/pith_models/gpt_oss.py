@@ -19,6 +19,7 @@ and no scaling in a `config.json` means YaRN to transformers.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from pith_engine.context_parallel import context_attention
@@ -43,7 +44,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(DecoderConfig):
-    """A GPT-OSS model, under Hugging Face's field names."""
+    """A GPT-OSS model."""
 
     num_key_value_heads: int
     """Key and value heads; divides query heads."""
@@ -131,23 +132,25 @@ class GptOssLayer(nn.Module):
         cp: Axis,
     ):
         super().__init__()
-        self.config, self.num_local_experts = config, num_local_experts
-        self.backend, self.cp = backend, cp
+        self.config, self.backend, self.cp = config, backend, cp
+        self.num_local_experts = num_local_experts
         self.window = config.window(layer)
         H, D, std = config.hidden_size, config.head_dim, config.initializer_range
         I, E, N = config.intermediate_size, num_local_experts, config.num_experts
         heads, kv_width = config.num_attention_heads, config.num_key_value_heads * D
         parts = ("experts_gate_proj", "experts_up_proj")
+        matrix = partial(declare, role=Role.MATRIX, std=std)
+        bias = partial(declare, role=Role.BIAS)
         self.attention_norm = declare((H,), Role.NORM)
-        self.q_proj = declare((heads * D, H), Role.MATRIX, std=std)
-        self.q_bias = declare((heads * D,), Role.BIAS)
-        self.k_proj = declare((kv_width, H), Role.MATRIX, std=std)
-        self.k_bias = declare((kv_width,), Role.BIAS)
-        self.v_proj = declare((kv_width, H), Role.MATRIX, std=std)
-        self.v_bias = declare((kv_width,), Role.BIAS)
+        self.q_proj = matrix((heads * D, H))
+        self.q_bias = bias((heads * D,))
+        self.k_proj = matrix((kv_width, H))
+        self.k_bias = bias((kv_width,))
+        self.v_proj = matrix((kv_width, H))
+        self.v_bias = bias((kv_width,))
         self.sinks = declare((heads,), Role.SINK, std=std)
-        self.o_proj = declare((H, heads * D), Role.MATRIX, std=std)
-        self.o_bias = declare((H,), Role.BIAS)
+        self.o_proj = matrix((H, heads * D))
+        self.o_bias = bias((H,))
         self.mlp_norm = declare((H,), Role.NORM)
         self.router = declare((N, H), Role.ROUTER, std=std)
         self.router_bias = declare((N,), Role.BIAS, std=std)
@@ -190,7 +193,7 @@ class GptOssLayer(nn.Module):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order `[P, H]` -> unweighted expert outputs `[P, H]`."""
+        """Rows in expert order `[P, H]` -> unweighted outputs `[P, H]`."""
         assert groups is not None, "a sparse layer's rows come in expert order"
         limit, alpha = self.config.swiglu_limit, self.config.swiglu_alpha
         bias = torch.cat([self.experts_gate_bias, self.experts_up_bias], 1)
@@ -200,21 +203,18 @@ class GptOssLayer(nn.Module):
         return grouped_linear(inner, down, groups, weight_grads, bias)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Expert sums and residual, both `[T, H]` -> hidden `[T, H]`."""
+        """Outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
         return residual + combined
 
 
 _GATE_UP = "mlp.experts.gate_up_proj"
 GPT_OSS_KEYS = {
     "attention_norm": "input_layernorm.weight",
-    "q_proj": "self_attn.q_proj.weight",
     "q_bias": "self_attn.q_proj.bias",
-    "k_proj": "self_attn.k_proj.weight",
     "k_bias": "self_attn.k_proj.bias",
-    "v_proj": "self_attn.v_proj.weight",
     "v_bias": "self_attn.v_proj.bias",
     "sinks": "self_attn.sinks",
-    "o_proj": "self_attn.o_proj.weight",
+    "": "self_attn.",
     "o_bias": "self_attn.o_proj.bias",
     "mlp_norm": "post_attention_layernorm.weight",
     "router": "mlp.router.weight",
@@ -226,5 +226,5 @@ GPT_OSS_KEYS = {
     "experts_down_proj": FusedKey("mlp.experts.down_proj", is_transposed=True),
     "experts_down_bias": FusedKey("mlp.experts.down_proj_bias"),
 }
-"""Canonical name in a layer -> Hugging Face's."""
+"""For `layer_tensors`."""
 _FIXED_HF_FIELDS = {"model_type": "gpt_oss", "attention_bias": True}

@@ -71,11 +71,10 @@ class FusedKey:
 
 
 _FUSED = {
-    "gate_proj": ("gate_up_proj", Rows.FIRST_HALF),
-    "up_proj": ("gate_up_proj", Rows.SECOND_HALF),
-    "down_proj": ("down_proj", Rows.ALL),
+    "gate_proj.weight": FusedKey("gate_up_proj", Rows.FIRST_HALF),
+    "up_proj.weight": FusedKey("gate_up_proj", Rows.SECOND_HALF),
+    "down_proj.weight": FusedKey("down_proj"),
 }
-"""An expert's matrix -> the fused key, its rows there."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,8 @@ def layer_tensors(
 ) -> list[CanonicalTensor]:
     """The tensors that a layer declares, with all its experts.
 
-    `keys`: canonical name -> key, both within the layer, `{}` for the expert, who may be fused.
+    `keys`: canonical name in the layer -> key there; or beginning of names -> of keys, which end in
+    `.weight`. `{}` is for the expert; such keys may be fused, with gate and up in halves.
     """
     stem, tensors = f"model.layers.{number}.", []
     for stored, parameter in layer.named_parameters():
@@ -135,24 +135,25 @@ def layer_tensors(
         *shape, parts = *parameter.shape, parameter.parts
         if parts:
             shape[-2] //= len(parts)
-        is_stack = parameter.role.is_expert
         for name in parts or (stored,):
-            match keys[name]:
-                case FusedKey() as fused:
-                    own, fused = (), replace(fused, key=stem + fused.key)
-                case key if is_stack:
-                    own = tuple(stem + key.format(expert) for expert in range(shape[0]))
-                    before, last = key.removesuffix(".weight").split("{}.")
-                    fused_name, rows = _FUSED[last]
-                    fused = FusedKey(f"{stem}{before}{fused_name}", rows)
-                case key:
-                    own, fused = (stem + key,), None
+            key = keys.get(name)
+            if key is None:
+                start = next(ours for ours in keys if name.startswith(ours))
+                key = f"{keys[start]}{name.removeprefix(start)}.weight"
+            if isinstance(key, FusedKey):
+                own, fused = (), replace(key, key=stem + key.key)
+            elif "{}" in key:
+                own = tuple(stem + key.format(expert) for expert in range(shape[0]))
+                before, last = key.split("{}.")
+                fused = replace(_FUSED[last], key=stem + before + _FUSED[last].key)
+            else:
+                own, fused = (stem + key,), None
             tensors.append(
                 CanonicalTensor(
                     f"layers.{number}.{name}",
                     tuple(shape),
                     own,
-                    is_stack,
+                    parameter.role.is_expert,
                     fused=fused,
                     keeps_float32=parameter.role is Role.BALANCE_BIAS,
                 )

@@ -13,6 +13,7 @@ The trap: a config.json without `head_dim` means 128, whatever `hidden_size / nu
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from pith_engine.context_parallel import context_attention
 from pith_engine.contract import Batch, Role, declare
@@ -32,7 +33,7 @@ from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fiel
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(DecoderConfig):
-    """A dense Qwen3 model, under Hugging Face's field names."""
+    """A dense Qwen3 model."""
 
     num_key_value_heads: int
     """Key and value heads; divides the query heads."""
@@ -48,7 +49,7 @@ class Qwen3Config(DecoderConfig):
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "Qwen3Config":
-        """Read the fields of a `config.json`; a ValueError names every fault."""
+        """Read a `config.json`; a ValueError names every fault."""
         kinds = hf_fields.get("layer_types")
         full = ["full_attention"] * (len(kinds) if isinstance(kinds, list) else 1)
         return config_from_hf(
@@ -74,17 +75,17 @@ class Qwen3Layer(nn.Module):
         self.config, self.backend, self.cp = config, backend, cp
         H, D, I = config.hidden_size, config.head_dim, config.intermediate_size
         q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
-        std, parts = config.initializer_range, ("gate_proj", "up_proj")
+        matrix = partial(declare, role=Role.MATRIX, std=config.initializer_range)
         self.attention_norm = declare((H,), Role.NORM)
-        self.q_proj = declare((q_width, H), Role.MATRIX, std=std)
-        self.k_proj = declare((kv_width, H), Role.MATRIX, std=std)
-        self.v_proj = declare((kv_width, H), Role.MATRIX, std=std)
+        self.q_proj = matrix((q_width, H))
+        self.k_proj = matrix((kv_width, H))
+        self.v_proj = matrix((kv_width, H))
         self.q_norm = declare((D,), Role.NORM)
         self.k_norm = declare((D,), Role.NORM)
-        self.o_proj = declare((H, q_width), Role.MATRIX, std=std)
+        self.o_proj = matrix((H, q_width))
         self.mlp_norm = declare((H,), Role.NORM)
-        self.gate_up = declare((2 * I, H), Role.MATRIX, std=std, parts=parts)
-        self.down_proj = declare((H, I), Role.MATRIX, std=std)
+        self.gate_up = matrix((2 * I, H), parts=("gate_proj", "up_proj"))
+        self.down_proj = matrix((H, I))
 
     def attention(
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
@@ -113,22 +114,17 @@ class Qwen3Layer(nn.Module):
         return linear(swiglu(gate_up), self.down_proj, weight_grads=weight_grads)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """MLP outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
+        """Outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
         return residual + combined
 
 
 QWEN3_KEYS = {
     "attention_norm": "input_layernorm.weight",
-    "q_proj": "self_attn.q_proj.weight",
-    "k_proj": "self_attn.k_proj.weight",
-    "v_proj": "self_attn.v_proj.weight",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "o_proj": "self_attn.o_proj.weight",
     "mlp_norm": "post_attention_layernorm.weight",
     "gate_proj": "mlp.gate_proj.weight",
     "up_proj": "mlp.up_proj.weight",
     "down_proj": "mlp.down_proj.weight",
+    "": "self_attn.",
 }
-"""Canonical name in a layer -> Hugging Face's."""
+"""For `layer_tensors`."""
 _FIXED_HF_FIELDS = {"model_type": "qwen3", "attention_bias": False, "use_sliding_window": False}

@@ -15,6 +15,7 @@ The trap: `head_dim` need not be `hidden_size / num_attention_heads` (Qwen3-30B-
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from pith_engine.context_parallel import context_attention
 from pith_engine.contract import Batch, Role, Routing, declare
@@ -35,7 +36,7 @@ from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fiel
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(DecoderConfig):
-    """A Qwen3-MoE model, under Hugging Face's field names."""
+    """A Qwen3-MoE model."""
 
     num_key_value_heads: int
     """Key and value heads; divides the query heads."""
@@ -70,7 +71,7 @@ class Qwen3MoeConfig(DecoderConfig):
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "Qwen3MoeConfig":
-        """Read the fields of a `config.json`; a ValueError names every fault."""
+        """Read a `config.json`; a ValueError names every fault."""
         hidden, heads = hf_fields.get("hidden_size"), hf_fields.get("num_attention_heads")
         head_dim = 2  # `violations` names what is wrong with the others
         if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
@@ -97,18 +98,18 @@ class Qwen3MoeAttention(nn.Module):
         self.config, self.backend, self.cp = config, backend, cp
         H, D, std = config.hidden_size, config.head_dim, config.initializer_range
         q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
+        matrix = partial(declare, role=Role.MATRIX, std=std)
         self.norm = declare((H,), Role.NORM)
-        self.q_proj = declare((q_width, H), Role.MATRIX, std=std)
-        self.k_proj = declare((kv_width, H), Role.MATRIX, std=std)
-        self.v_proj = declare((kv_width, H), Role.MATRIX, std=std)
+        self.q_proj = matrix((q_width, H))
+        self.k_proj = matrix((kv_width, H))
+        self.v_proj = matrix((kv_width, H))
         self.q_norm = declare((D,), Role.NORM)
         self.k_norm = declare((D,), Role.NORM)
-        self.o_proj = declare((H, q_width), Role.MATRIX, std=std)
+        self.o_proj = matrix((H, q_width))
 
     def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         """`[T, H]` -> `[T, H]`, the input added."""
-        config = self.config
-        D, eps = config.head_dim, config.rms_norm_eps
+        config, D, eps = self.config, self.config.head_dim, self.config.rms_norm_eps
         normed = rms_norm(hidden, self.norm, eps)
         heads = (normed.shape[0], -1, D)
         # 1. Project, and normalise q and k per head.
@@ -162,7 +163,7 @@ class Qwen3MoeLayer(nn.Module):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order `[P, H]`, dense `[T, H]` -> as many unweighted outputs."""
+        """Rows in expert order, dense tokens, `[P, H]` -> unweighted outputs `[P, H]`."""
         if groups is None:
             gate_up = linear(tokens, self.mlp_gate_up, weight_grads=weight_grads)
             return linear(swiglu(gate_up), self.mlp_down_proj, weight_grads=weight_grads)
@@ -170,30 +171,17 @@ class Qwen3MoeLayer(nn.Module):
         return grouped_linear(swiglu(gate_up), self.experts_down_proj, groups, weight_grads)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Weighted expert sums or MLP outputs, and residual, `[T, H]` -> hidden `[T, H]`."""
+        """Outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
         return residual + combined
 
 
 QWEN3_MOE_KEYS = {
     "self_attention.norm": "input_layernorm.weight",
-    "self_attention.q_proj": "self_attn.q_proj.weight",
-    "self_attention.k_proj": "self_attn.k_proj.weight",
-    "self_attention.v_proj": "self_attn.v_proj.weight",
-    "self_attention.q_norm": "self_attn.q_norm.weight",
-    "self_attention.k_norm": "self_attn.k_norm.weight",
-    "self_attention.o_proj": "self_attn.o_proj.weight",
+    "self_attention.": "self_attn.",
     "mlp_norm": "post_attention_layernorm.weight",
+    "mlp_": "mlp.",
     "router": "mlp.gate.weight",
-    "experts_gate_proj": "mlp.experts.{}.gate_proj.weight",
-    "experts_up_proj": "mlp.experts.{}.up_proj.weight",
-    "experts_down_proj": "mlp.experts.{}.down_proj.weight",
-    "mlp_gate_proj": "mlp.gate_proj.weight",
-    "mlp_up_proj": "mlp.up_proj.weight",
-    "mlp_down_proj": "mlp.down_proj.weight",
+    "experts_": "mlp.experts.{}.",
 }
-"""Canonical name in a layer -> Hugging Face's, `{}` for the expert."""
-_FIXED_HF_FIELDS = {
-    "model_type": "qwen3_moe",
-    "attention_bias": False,
-    "use_sliding_window": False,
-}
+"""For `layer_tensors`."""
+_FIXED_HF_FIELDS = {"model_type": "qwen3_moe", "attention_bias": False, "use_sliding_window": False}
