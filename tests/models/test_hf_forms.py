@@ -16,7 +16,6 @@ from pith_models.hf import (
     CanonicalTensor,
     FusedKey,
     HuggingFaceTensors,
-    Rows,
     export_tensors,
     read_hf_config,
 )
@@ -33,11 +32,11 @@ STEM = "model.layers.0.mlp.experts"
 
 def gpt_oss_layer(width: int) -> tuple[CanonicalTensor, ...]:
     return (
-        stack("gate_proj", (E, width, H), FusedKey(f"{STEM}.gate_up_proj", Rows.EVEN, True)),
-        stack("up_proj", (E, width, H), FusedKey(f"{STEM}.gate_up_proj", Rows.ODD, True)),
+        stack("gate_proj", (E, width, H), FusedKey(f"{STEM}.gate_up_proj", 0, True, True)),
+        stack("up_proj", (E, width, H), FusedKey(f"{STEM}.gate_up_proj", 1, True, True)),
         stack("down_proj", (E, H, width), FusedKey(f"{STEM}.down_proj", is_transposed=True)),
-        stack("gate_bias", (E, width), FusedKey(f"{STEM}.gate_up_proj_bias", Rows.EVEN)),
-        stack("up_bias", (E, width), FusedKey(f"{STEM}.gate_up_proj_bias", Rows.ODD)),
+        stack("gate_bias", (E, width), FusedKey(f"{STEM}.gate_up_proj_bias", 0, True)),
+        stack("up_bias", (E, width), FusedKey(f"{STEM}.gate_up_proj_bias", 1, True)),
         stack("down_bias", (E, H), FusedKey(f"{STEM}.down_proj_bias")),
     )
 
@@ -55,12 +54,12 @@ def expert_layout(width: int, hidden: int) -> list[CanonicalTensor]:
             shape,
             tuple(f"{STEM}.{expert}.{name}.weight" for expert in range(E)),
             is_expert_stack=True,
-            fused=FusedKey(f"{STEM}.{fused}", rows),
+            fused=FusedKey(f"{STEM}.{fused}", half),
         )
-        for name, shape, fused, rows in (
-            ("gate_proj", up, "gate_up_proj", Rows.FIRST_HALF),
-            ("up_proj", up, "gate_up_proj", Rows.SECOND_HALF),
-            ("down_proj", down, "down_proj", Rows.ALL),
+        for name, shape, fused, half in (
+            ("gate_proj", up, "gate_up_proj", 0),
+            ("up_proj", up, "gate_up_proj", 1),
+            ("down_proj", down, "down_proj", None),
         )
     ]
 

@@ -36,7 +36,7 @@ from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
-from pith_models.hf import FusedKey, Rows
+from pith_models.hf import FusedKey
 from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fields
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -219,10 +219,10 @@ GPT_OSS_KEYS = {
     "mlp_norm": "post_attention_layernorm.weight",
     "router": "mlp.router.weight",
     "router_bias": "mlp.router.bias",
-    "experts_gate_proj": FusedKey(_GATE_UP, Rows.EVEN, is_transposed=True),
-    "experts_up_proj": FusedKey(_GATE_UP, Rows.ODD, is_transposed=True),
-    "experts_gate_bias": FusedKey(f"{_GATE_UP}_bias", Rows.EVEN),
-    "experts_up_bias": FusedKey(f"{_GATE_UP}_bias", Rows.ODD),
+    "experts_gate_proj": FusedKey(_GATE_UP, 0, is_interleaved=True, is_transposed=True),
+    "experts_up_proj": FusedKey(_GATE_UP, 1, is_interleaved=True, is_transposed=True),
+    "experts_gate_bias": FusedKey(f"{_GATE_UP}_bias", 0, is_interleaved=True),
+    "experts_up_bias": FusedKey(f"{_GATE_UP}_bias", 1, is_interleaved=True),
     "experts_down_proj": FusedKey("mlp.experts.down_proj", is_transposed=True),
     "experts_down_bias": FusedKey("mlp.experts.down_proj_bias"),
 }

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
 from fcntl import LOCK_EX, LOCK_NB, flock
 from itertools import accumulate
 from math import prod
@@ -48,31 +47,23 @@ COMPANION_FILES = (
 """Copied byte for byte."""
 
 
-class Rows(Enum):
-    """An expert's rows in a fused key, transposed back."""
-
-    ALL = "all"
-    FIRST_HALF = "first half"
-    SECOND_HALF = "second half"
-    EVEN = "even"
-    ODD = "odd"
-
-
 @dataclass(frozen=True)
 class FusedKey:
     """A tensor `[E, rows, ...]` of a layer's experts, of one or two canonical tensors."""
 
     key: str
     """Its name."""
-    rows: Rows = Rows.ALL
-    """The canonical tensor's."""
+    half: int | None = None
+    """Which half of the rows is the canonical tensor: 0, 1 or None for all."""
+    is_interleaved: bool = False
+    """Whether the halves' rows alternate."""
     is_transposed: bool = False
     """Whether it is `[E, columns, rows]`; the shape does not tell if they are as many."""
 
 
 _FUSED = {
-    "gate_proj.weight": FusedKey("gate_up_proj", Rows.FIRST_HALF),
-    "up_proj.weight": FusedKey("gate_up_proj", Rows.SECOND_HALF),
+    "gate_proj.weight": FusedKey("gate_up_proj", 0),
+    "up_proj.weight": FusedKey("gate_up_proj", 1),
     "down_proj.weight": FusedKey("down_proj"),
 }
 
@@ -112,7 +103,7 @@ class CanonicalTensor:
         if fused is None:
             return dict.fromkeys(self.keys, self.shape[1:] if self.is_expert_stack else self.shape)
         experts, rows, *columns = self.shape
-        rows *= 1 if fused.rows is Rows.ALL else 2
+        rows *= 1 if fused.half is None else 2
         shape = (*columns, rows) if fused.is_transposed else (rows, *columns)
         return {fused.key: (experts, *shape)}
 
@@ -206,13 +197,12 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A block of a tensor; of a stack only its experts are read."""
-        tensor = self._layout[name]
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=self._dtype)
-        if not tensor.is_expert_stack:
-            return cut_block(self._load(tensor), offsets, sizes)
-        experts = range(offsets[0], offsets[0] + sizes[0])
-        return cut_block(self._load(tensor, experts), (0, *offsets[1:]), sizes)
+        tensor, experts = self._layout[name], None
+        if tensor.is_expert_stack:
+            experts, offsets = range(offsets[0], offsets[0] + sizes[0]), (0, *offsets[1:])
+        return cut_block(self._load(tensor, experts), offsets, sizes)
 
     def _load(self, tensor: CanonicalTensor, experts: range | None = None) -> Tensor:
         shape, places = tensor.shape, [(key, ...) for key in tensor.keys]
@@ -357,14 +347,9 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
 def _rows(stored: Tensor, fused: FusedKey) -> Tensor:
     """The view of an expert in a fused key that is ours."""
     ours = stored.mT if fused.is_transposed else stored
-    half = len(ours) // 2
-    return {
-        Rows.ALL: ours,
-        Rows.FIRST_HALF: ours[:half],
-        Rows.SECOND_HALF: ours[half:],
-        Rows.EVEN: ours[::2],
-        Rows.ODD: ours[1::2],
-    }[fused.rows]
+    if fused.half is None:
+        return ours
+    return ours[fused.half :: 2] if fused.is_interleaved else ours.chunk(2)[fused.half]
 
 
 def _check_keys(
