@@ -32,7 +32,7 @@ class ParameterCounts:
     total: int
     """All."""
     active: int
-    """Those that one token meets: of a layer's experts only the top-k."""
+    """Those that one token meets."""
 
 
 def build_chunks(

@@ -18,8 +18,8 @@ T tokens, H hidden, R `kv_lora_rank`, Dn, Dr, Dv head dims (`qk_nope_`, `qk_rope
 experts on this rank, I expert width. Shared experts are one MLP of width `n_shared_experts * I`.
 
 The traps: rotary pairs are (2i, 2i + 1); norms of low ranks have epsilon 1e-6 whatever
-`rms_norm_eps` says. Released V2 code scales only weights that it does not normalise, transformers'
-V2 never normalises, nor do V2 models; for other settings V3's rule holds here.
+`rms_norm_eps` says. V2 models do not normalise weights, and code differs on what would hold if they
+did; here it is V3's rule.
 """
 
 from dataclasses import dataclass
@@ -175,20 +175,19 @@ class DeepseekAttention(nn.Module):
     def __init__(self, config: DeepseekConfig, backend: AttentionBackend, cp: Axis):
         super().__init__()
         self.config, self.backend, self.cp = config, backend, cp
-        H, R, std = config.hidden_size, config.kv_lora_rank, config.initializer_range
-        heads, q_rank = config.num_attention_heads, config.q_lora_rank
-        matrix = partial(declare, role=Role.MATRIX, std=std)
+        H, R, heads = config.hidden_size, config.kv_lora_rank, config.num_attention_heads
+        q_rank, query_width = config.q_lora_rank, heads * config.query_dim
+        matrix = partial(declare, role=Role.MATRIX, std=config.initializer_range)
         self.norm = declare((H,), Role.NORM)
         if q_rank is None:
-            self.q_proj = matrix((heads * config.query_dim, H))
+            self.q_proj = matrix((query_width, H))
         else:
             self.q_a_proj = matrix((q_rank, H))
             self.q_a_norm = declare((q_rank,), Role.NORM)
-            self.q_b_proj = matrix((heads * config.query_dim, q_rank))
+            self.q_b_proj = matrix((query_width, q_rank))
         self.kv_a_proj = matrix((R + config.qk_rope_head_dim, H))
         self.kv_a_norm = declare((R,), Role.NORM)
-        kv_width = heads * (config.qk_nope_head_dim + config.v_head_dim)
-        self.kv_b_proj = matrix((kv_width, R))
+        self.kv_b_proj = matrix((heads * (config.qk_nope_head_dim + config.v_head_dim), R))
         self.o_proj = matrix((H, heads * config.v_head_dim))
 
     def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -211,15 +210,13 @@ class DeepseekAttention(nn.Module):
         rotated = apply_rope(query[..., nope_dim:], cos, sin, interleaved=True)
         query = torch.cat([query[..., :nope_dim], rotated], -1)
         # 3. Attend within sequences, project back, add the residual.
-        up, scale = self.kv_b_proj, config.softmax_scale
-        out = latent_attention(
-            query, latent, key, up, batch, self.cp, scale=scale, backend=self.backend
-        )
+        args, scale = (query, latent, key, self.kv_b_proj, batch, self.cp), config.softmax_scale
+        out = latent_attention(*args, scale=scale, backend=self.backend)
         return hidden + linear(out.flatten(1), self.o_proj)
 
 
 class DeepseekLayer(nn.Module):
-    """A `DecoderLayer`: tokens go to K of the experts and the shared ones, or (dense) to an MLP."""
+    """A `DecoderLayer`: tokens go to K experts and the shared ones, or (dense) to an MLP."""
 
     def __init__(
         self, config: DeepseekConfig, num_local_experts: int, backend: AttentionBackend, cp: Axis
@@ -278,7 +275,7 @@ class DeepseekLayer(nn.Module):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order, dense tokens, `[P, H]` -> unweighted outputs `[P, H]`."""
+        """Rows in expert order, or dense tokens, `[P, H]` -> outputs `[P, H]`."""
         if groups is None:
             return self._mlp(tokens, weight_grads)
         gate_up = grouped_linear(tokens, self.experts_gate_up, groups, weight_grads)
@@ -310,7 +307,6 @@ def _fixed_hf_fields(is_v3: bool, num_heads: object) -> dict[str, object]:
         "model_type": f"deepseek_v{3 if is_v3 else 2}",
         "scoring_func": "sigmoid" if is_v3 else "softmax",
         "num_key_value_heads": num_heads,
-        "attention_bias": False,
         "mlp_bias": False,
         "moe_layer_freq": 1,
         "rope_interleave": True,

@@ -11,8 +11,8 @@ linear maps of a layer have biases):
                 y = sum over K experts of p_e * (Wdown_e ((u + 1) * g * sigmoid(alpha g)) + bdown_e)
     layer       h + y
 
-T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are stored as
-one tensor `[E, 2 * I, H]`, gate rows first; checkpoints see two (`parts`).
+T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are one tensor
+`[E, 2 * I, H]`, gate rows first.
 The traps: files interleave the rows of gate and up and transpose every expert matrix, which no
 shape tells where H = I, as released. YaRN does not round its range (`truncate`), norms round once,
 and no scaling in a `config.json` means YaRN to transformers.
@@ -55,7 +55,7 @@ class GptOssConfig(DecoderConfig):
     num_experts_per_tok: int
     """Top-k: experts of a token."""
     sliding_window: int
-    """Keys that a query of a sliding layer sees, with its own."""
+    """Keys that a query of a sliding layer sees, its own among them."""
     layer_types: tuple[str, ...] = ()
     """`sliding_attention` or `full_attention` a layer; empty: even layers (from 0) slide."""
     rope_theta: float = 150_000.0
@@ -83,7 +83,7 @@ class GptOssConfig(DecoderConfig):
         return faults
 
     def window(self, layer: int) -> int | None:
-        """Keys that a query of the layer (from 0) sees, if it slides."""
+        """Keys that a query of the layer sees, if it slides."""
         slides = self.layer_types[layer] == _SLIDING if self.layer_types else layer % 2 == 0
         return self.sliding_window if slides else None
 
@@ -176,12 +176,8 @@ class GptOssLayer(nn.Module):
         cos, sin = rotary_table(config, D, hidden, batch)
         query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         # 3. Attend within sequences, project back, add the residual.
-        out = context_attention(
-            *(query, key, value, batch, self.cp),
-            window=self.window,
-            sinks=self.sinks,
-            backend=self.backend,
-        )
+        args, backend = (query, key, value, batch, self.cp), self.backend
+        out = context_attention(*args, window=self.window, sinks=self.sinks, backend=backend)
         residual = hidden + linear(out.flatten(1), self.o_proj, self.o_bias.to(dtype))
         # 4. Choose the experts.
         tokens = rms_norm(residual, self.mlp_norm, eps, rounds_once=True)
@@ -193,14 +189,13 @@ class GptOssLayer(nn.Module):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order `[P, H]` -> unweighted outputs `[P, H]`."""
+        """Rows in expert order `[P, H]` -> outputs `[P, H]`."""
         assert groups is not None, "a sparse layer's rows come in expert order"
-        limit, alpha = self.config.swiglu_limit, self.config.swiglu_alpha
+        config, down = self.config, self.experts_down_proj
         bias = torch.cat([self.experts_gate_bias, self.experts_up_bias], 1)
         gate_up = grouped_linear(tokens, self.experts_gate_up, groups, weight_grads, bias)
-        inner = clamped_swiglu(gate_up, limit=limit, alpha=alpha)
-        down, bias = self.experts_down_proj, self.experts_down_bias
-        return grouped_linear(inner, down, groups, weight_grads, bias)
+        inner = clamped_swiglu(gate_up, limit=config.swiglu_limit, alpha=config.swiglu_alpha)
+        return grouped_linear(inner, down, groups, weight_grads, self.experts_down_bias)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
         """Outputs and residual, both `[T, H]` -> hidden `[T, H]`."""

@@ -49,7 +49,7 @@ COMPANION_FILES = (
 
 @dataclass(frozen=True)
 class FusedKey:
-    """A tensor `[E, rows, ...]` of a layer's experts, of one or two canonical tensors."""
+    """A tensor `[E, rows, ...]` that holds one or two canonical ones."""
 
     key: str
     """Its name."""
@@ -196,7 +196,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         return self._load(self._layout[name])
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A block of a tensor; of a stack only its experts are read."""
+        """A block; of a stack only its experts are read."""
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=self._dtype)
         tensor, experts = self._layout[name], None
@@ -250,9 +250,8 @@ def export_tensors(
 ) -> None:
     """Write a Hugging Face folder for transformers and vLLM, under its name once complete.
 
-    `tensors` are asked for one at a time; `config_fields` get the dtype; `COMPANION_FILES` come
-    from `companions`. ValueError if `out` exists without `replace`, another process writes it, or
-    the tensors are not those of `layout`.
+    `tensors` are asked for one at a time; `COMPANION_FILES` come from `companions`. ValueError if
+    `out` exists without `replace`, another process writes it, or `tensors` are not of `layout`.
     """
     if out.exists() and not replace:
         raise ValueError(f"{out} exists: choose another folder or remove it")
@@ -321,11 +320,9 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise ValueError(f"{index_path} has no weight_map from keys to file names")
     names = sorted(set(index.values())) if has_index else [SINGLE_FILE]
-    absent = [name for name in names if not (folder / name).is_file()]
-    if absent:
-        raise ValueError(
-            f"{folder} lacks {_first(absent)}" + (", named by its index" if has_index else "")
-        )
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        by_index = ", named by its index" if has_index else ""
+        raise ValueError(f"{folder} lacks {_first(absent)}{by_index}")
     headers: dict[str, _Header] = {}
     for name in names:
         path = folder / name
@@ -477,8 +474,8 @@ def _create_files(
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         # safetensors' order, widest first: every tensor is aligned.
         keys.sort(key=lambda key: (-written[key][1].itemsize, key))
-        ends = list(accumulate(sizes[key] for key in keys))
-        for key, end in zip(keys, ends, strict=True):
+        ends = dict(zip(keys, accumulate(sizes[key] for key in keys), strict=True))
+        for key, end in ends.items():
             shape, own = written[key]
             offsets = [end - sizes[key], end]
             header[key] = {"dtype": names[own], "shape": shape, "data_offsets": offsets}
@@ -486,7 +483,7 @@ def _create_files(
         text += b" " * (-len(text) % 8)
         start = path.write_bytes(len(text).to_bytes(8, "little") + text)
         os.truncate(path, start + sum(sizes[key] for key in keys))
-        for key, end in zip(keys, ends, strict=True):
+        for key, end in ends.items():
             places[key] = _Place(*written[key], path, start + end - sizes[key])
     if len(files) > 1:
         metadata = {"total_size": sum(sizes.values()), "total_parameters": total}

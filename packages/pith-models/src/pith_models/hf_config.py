@@ -27,7 +27,7 @@ NEUTRAL_HF_FIELDS = (
     "use_cache",
 )
 """Without effect on the forward pass."""
-_FIXED_HF_FIELDS = {"hidden_act": "silu", "attention_dropout": 0.0}
+_FIXED_HF_FIELDS = {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False}
 
 
 @dataclass(frozen=True, kw_only=True)

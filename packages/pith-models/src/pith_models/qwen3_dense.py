@@ -127,4 +127,4 @@ QWEN3_KEYS = {
     "": "self_attn.",
 }
 """For `layer_tensors`."""
-_FIXED_HF_FIELDS = {"model_type": "qwen3", "attention_bias": False, "use_sliding_window": False}
+_FIXED_HF_FIELDS = {"model_type": "qwen3", "use_sliding_window": False}

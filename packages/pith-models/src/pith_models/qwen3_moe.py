@@ -9,8 +9,8 @@ Formulas (Qwen3 technical report, arXiv 2505.09388; x is `[T, H]`, n_* are RMS n
     experts     y = sum over K experts of p_e * Wdown_e (silu(Wgate_e u) * (Wup_e u)),  u = n(h)
     layer       h + y;  a dense layer has one such MLP of width `intermediate_size` and no router
 
-T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are stored as
-one tensor `[E, 2 * I, H]`, gate rows first; checkpoints see two (`parts`).
+T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are one tensor
+`[E, 2 * I, H]`, gate rows first; checkpoints see two (`parts`).
 The trap: `head_dim` need not be `hidden_size / num_attention_heads` (Qwen3-30B-A3B: 128, not 64).
 """
 
@@ -47,7 +47,7 @@ class Qwen3MoeConfig(DecoderConfig):
     num_experts: int
     """Experts of a sparse layer, over all ranks."""
     num_experts_per_tok: int
-    """Top-k: experts of a token."""
+    """Experts of a token (top-k)."""
     norm_topk_prob: bool = True
     """Whether the k chosen probabilities are divided by their sum."""
     mlp_only_layers: tuple[int, ...] = ()
@@ -163,7 +163,7 @@ class Qwen3MoeLayer(nn.Module):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order, dense tokens, `[P, H]` -> unweighted outputs `[P, H]`."""
+        """Rows in expert order, or dense tokens, `[P, H]` -> outputs `[P, H]`."""
         if groups is None:
             gate_up = linear(tokens, self.mlp_gate_up, weight_grads=weight_grads)
             return linear(swiglu(gate_up), self.mlp_down_proj, weight_grads=weight_grads)
@@ -184,4 +184,4 @@ QWEN3_MOE_KEYS = {
     "experts_": "mlp.experts.{}.",
 }
 """For `layer_tensors`."""
-_FIXED_HF_FIELDS = {"model_type": "qwen3_moe", "attention_bias": False, "use_sliding_window": False}
+_FIXED_HF_FIELDS = {"model_type": "qwen3_moe", "use_sliding_window": False}
