@@ -17,9 +17,9 @@ from pith_models.build import (
     build_chunks,
     canonical_tensors,
     model_config_from_hf,
-    skipped_keys,
+    skipped_layer,
 )
-from pith_models.hf import FusedKey, HuggingFaceTensors, Rows, read_hf_config
+from pith_models.hf import FusedKey, HuggingFaceTensors, read_hf_config
 from pith_ops.attention import AttentionBackend
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -80,7 +80,7 @@ def load_ours(folder: Path, dtype: torch.dtype) -> tuple[list[ModelChunk], list[
     # The masters are fp32, or wider.
     wide = torch.promote_types(dtype, torch.float32)
     layout = canonical_tensors(config)
-    values = HuggingFaceTensors(folder, layout, wide, skipped_keys(config))
+    values = HuggingFaceTensors(folder, layout, wide, skipped_layer(config))
     for unit in units:
         for parameter in unit.parameters:
             for block in canonical_blocks(parameter, parameter.shard):
@@ -113,18 +113,11 @@ def their_gradients(model: nn.Module, config: ModelConfig) -> dict[str, Tensor]:
 
 def _part(stack: Tensor, fused: FusedKey) -> Tensor:
     ours = stack.mT if fused.is_transposed else stack
-    half = ours.shape[1] // 2
-    match fused.rows:
-        case Rows.ALL:
-            return ours
-        case Rows.FIRST_HALF:
-            return ours[:, :half]
-        case Rows.SECOND_HALF:
-            return ours[:, half:]
-        case Rows.EVEN:
-            return ours[:, ::2]
-        case Rows.ODD:
-            return ours[:, 1::2]
+    if fused.half is None:
+        return ours
+    if fused.is_interleaved:
+        return ours.unflatten(1, (-1, 2))[:, :, fused.half]
+    return ours.unflatten(1, (2, -1))[:, fused.half]
 
 
 def our_gradients(units: list[Unit]) -> dict[str, Tensor]:

@@ -319,20 +319,20 @@ def test_released_models_have_their_published_sizes(fields: dict, total: int, pu
 
 def test_flops_of_a_layer_count_the_keys_that_its_window_shows():
     config, S = replace(model_config_from_hf(GPT_OSS_20B), sliding_window=128), 1000
-    layers = forward_flops(config, S).layers
+    layers, _ = forward_flops(config, S)
     assert layers[0] == layers[2] and layers[1] == layers[23]
     for layer, window in ((0, 128), (1, S)):
         keys = sum(min(query + 1, window) for query in range(S)) / S
         weights = 2 * 2880 * 4096 + 2 * 2880 * 512 + 32 * 2880 + 4 * 3 * 2880 * 2880
         assert layers[layer] == pytest.approx(2 * weights + 4 * 64 * 64 * keys, rel=1e-12)
     short, whole = (replace(config, sliding_window=w) for w in (64, 4096))
-    assert forward_flops(short, 64).layers[0] == forward_flops(whole, 64).layers[1]
+    assert forward_flops(short, 64)[0][0] == forward_flops(whole, 64)[0][1]
 
 
 def test_released_config_reads_and_survives_export():
     config = model_config_from_hf(GPT_OSS_20B)
     assert isinstance(config, GptOssConfig) and config.layer_types == ()
-    assert [config.is_sliding(n) for n in range(4)] == [True, False, True, False]
+    assert [config.window(n) for n in range(4)] == [128, None, 128, None]
     assert config.has_window and config.sliding_window == 128
     assert config.rope_scaling == Yarn(
         factor=32.0, original_max_position_embeddings=4096, truncate=False

@@ -16,10 +16,7 @@ from pith_models.hf import (
     CanonicalTensor,
     FusedKey,
     HuggingFaceTensors,
-    Rows,
-    SkippedKeys,
     export_tensors,
-    gated_tensors,
     read_hf_config,
 )
 from safetensors.torch import load_file, save_file
@@ -35,17 +32,36 @@ STEM = "model.layers.0.mlp.experts"
 
 def gpt_oss_layer(width: int) -> tuple[CanonicalTensor, ...]:
     return (
-        stack("gate_proj", (E, width, H), FusedKey(f"{STEM}.gate_up_proj", Rows.EVEN, True)),
-        stack("up_proj", (E, width, H), FusedKey(f"{STEM}.gate_up_proj", Rows.ODD, True)),
+        stack("gate_proj", (E, width, H), FusedKey(f"{STEM}.gate_up_proj", 0, True, True)),
+        stack("up_proj", (E, width, H), FusedKey(f"{STEM}.gate_up_proj", 1, True, True)),
         stack("down_proj", (E, H, width), FusedKey(f"{STEM}.down_proj", is_transposed=True)),
-        stack("gate_bias", (E, width), FusedKey(f"{STEM}.gate_up_proj_bias", Rows.EVEN)),
-        stack("up_bias", (E, width), FusedKey(f"{STEM}.gate_up_proj_bias", Rows.ODD)),
+        stack("gate_bias", (E, width), FusedKey(f"{STEM}.gate_up_proj_bias", 0, True)),
+        stack("up_bias", (E, width), FusedKey(f"{STEM}.gate_up_proj_bias", 1, True)),
         stack("down_bias", (E, H), FusedKey(f"{STEM}.down_proj_bias")),
     )
 
 
 def stack(name: str, shape: tuple[int, ...], fused: FusedKey) -> CanonicalTensor:
     return CanonicalTensor(f"experts_{name}", shape, (), is_expert_stack=True, fused=fused)
+
+
+def expert_layout(width: int, hidden: int) -> list[CanonicalTensor]:
+    """A key per expert, or fused in halves."""
+    up, down = (E, width, hidden), (E, hidden, width)
+    return [
+        CanonicalTensor(
+            f"layers.0.experts_{name}",
+            shape,
+            tuple(f"{STEM}.{expert}.{name}.weight" for expert in range(E)),
+            is_expert_stack=True,
+            fused=FusedKey(f"{STEM}.{fused}", half),
+        )
+        for name, shape, fused, half in (
+            ("gate_proj", up, "gate_up_proj", 0),
+            ("up_proj", up, "gate_up_proj", 1),
+            ("down_proj", down, "down_proj", None),
+        )
+    ]
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -65,7 +81,7 @@ def read(
     folder: Path,
     layout: Sequence[CanonicalTensor],
     tensors: Mapping[str, Tensor],
-    skipped: Sequence[SkippedKeys] = (),
+    skipped: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> HuggingFaceTensors:
     """What is read from a folder that holds these, over two files."""
@@ -151,7 +167,7 @@ def test_both_expert_layouts_give_the_same_bits(tmp_path: Path):
 
 
 def test_a_stack_in_both_layouts_is_refused(tmp_path: Path):
-    layout = gated_tensors(0, "experts_", "mlp.experts", 40, H, E)
+    layout = expert_layout(40, H)
     fused = {f"{STEM}.gate_up_proj": draw(E, 80, H), f"{STEM}.down_proj": draw(E, H, 40)}
     extra = {f"{STEM}.1.up_proj.weight": draw(40, H)}
     read(tmp_path, layout, fused)
@@ -244,7 +260,7 @@ def test_fp8_is_decoded_as_transformers_does(tmp_path: Path):
     layout = [
         CanonicalTensor("q", (128, 384), ("q.weight",)),
         CanonicalTensor("norm", (384,), ("norm.weight",)),
-        *gated_tensors(0, "experts_", "mlp.experts", width, hidden, E),
+        *expert_layout(width, hidden),
     ]
     theirs = {"norm.weight": draw(384)}
     for tensor in layout:
@@ -319,18 +335,17 @@ def test_fp8_without_its_scales_is_refused(change: dict, message: str, tmp_path:
 def test_skipped_keys_are_reported_once(tmp_path: Path):
     layout = [CanonicalTensor("layers.6.a", (2, 3), ("model.layers.6.a",))]
     theirs = {"model.layers.6.a": draw(2, 3, dtype=torch.float32)}
-    extra = {"model.layers.61.a": draw(2), "model.layers.61.shared.b": torch.zeros(1)}
-    skipped = [SkippedKeys("model.layers.61.", "shared.b", "they are not implemented")]
+    extra = {"model.layers.61.a": draw(2), "model.layers.61.eh_proj.weight": torch.zeros(1)}
     account = "keys: 1 loaded, 0 unexpected, 0 missing; dtype changes: none"
-    assert read(tmp_path, layout, theirs, skipped).account == account
-    assert read(tmp_path, layout, theirs | extra, skipped).account == (
-        f"{account}; 2 keys of model.layers.61 skipped: they are not implemented"
+    assert read(tmp_path, layout, theirs, 61).account == account
+    assert read(tmp_path, layout, theirs | extra, 61).account == (
+        f"{account}; 2 keys of model.layers.61 skipped: multi-token prediction is not implemented"
     )
     with pytest.raises(ValueError, match=r"unexpected keys \(2\): model\.layers\.61\.a, "):
         read(tmp_path, layout, theirs | extra)
-    del extra["model.layers.61.shared.b"]  # without its mark it may be a layer of the model
+    del extra["model.layers.61.eh_proj.weight"]  # without its mark it may be a layer of the model
     with pytest.raises(ValueError, match=r"unexpected keys \(1\): model\.layers\.61\.a"):
-        read(tmp_path, layout, theirs | extra, skipped)
+        read(tmp_path, layout, theirs | extra, 61)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -24,7 +24,7 @@ from pith_models.build import (
     ModelConfig,
     canonical_tensors,
     model_config_from_hf,
-    skipped_keys,
+    skipped_layer,
 )
 from pith_models.hf import HuggingFaceTensors, read_hf_config
 
@@ -204,7 +204,7 @@ def _start_violations(config: RunConfig) -> list[str]:
         if (source / "config.json").is_file():
             found += hf_model_changes(source, config.model)
             if not found:  # else its keys would differ too
-                layout, skipped = canonical_tensors(config.model), skipped_keys(config.model)
+                layout, skipped = canonical_tensors(config.model), skipped_layer(config.model)
                 HuggingFaceTensors(source, layout, torch.float32, skipped)
             saved = tokenizer_hash(source) if (source / "tokenizer.json").is_file() else None
         elif (fault := checkpoint_fault(source)) is None:

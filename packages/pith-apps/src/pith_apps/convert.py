@@ -22,7 +22,7 @@ from pith_engine.checkpoint import (
 from pith_engine.fsdp import CanonicalBlock
 from pith_engine.mesh import Mesh
 from pith_engine.violations import raise_violations
-from pith_models.build import ModelConfig, canonical_tensors, parameter_counts, skipped_keys
+from pith_models.build import ModelConfig, canonical_tensors, parameter_counts, skipped_layer
 from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
@@ -108,7 +108,7 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
     else:
         print(f"{source} has no tokenizer.json: its size is not checked")
     layout = canonical_tensors(config)
-    tensors = HuggingFaceTensors(source, layout, torch.float32, skipped_keys(config))
+    tensors = HuggingFaceTensors(source, layout, torch.float32, skipped_layer(config))
     print(f"importing {source}: {tensors.account}")
     total = parameter_counts(config).total
     with _progress("import", total) as bar:

@@ -33,8 +33,8 @@ def chosen_layers(config: RunConfig) -> tuple[int, ...]:
     """Layers of each chunk: as configured, or balanced by FLOPs."""
     if config.layers_per_chunk is not None:
         return config.layers_per_chunk
-    flops = forward_flops(config.model, config.train.sequence_length)
-    return layers_per_chunk(flops.layers, config.mesh.pp, flops.head)
+    layers, head = forward_flops(config.model, config.train.sequence_length)
+    return layers_per_chunk(layers, config.mesh.pp, head)
 
 
 def chosen_attention(config: RunConfig) -> AttentionBackend:
@@ -51,7 +51,8 @@ def chosen_attention(config: RunConfig) -> AttentionBackend:
 
 def training_flops(config: RunConfig) -> float:
     """FLOPs of a token: forward, and twice as many backward."""
-    return 3 * forward_flops(config.model, config.train.sequence_length).total
+    layers, head = forward_flops(config.model, config.train.sequence_length)
+    return 3 * (sum(layers) + head)
 
 
 def describe_run(config: RunConfig, machine: Machine, num_tokens: int) -> str:
@@ -59,7 +60,7 @@ def describe_run(config: RunConfig, machine: Machine, num_tokens: int) -> str:
     train, mesh, rates = config.train, config.mesh, config.lr
     counts = parameter_counts(config.model)
     flops = forward_flops(config.model, train.sequence_length)
-    partition = describe_partition(chosen_layers(config), flops.layers, flops.head)
+    partition = describe_partition(chosen_layers(config), *flops)
     tokens = train.batch * train.sequence_length
     nodes = ceil(machine.world_size / machine.processes_here)
     balance = config.balance.method if config.model.num_experts else "none: no experts"

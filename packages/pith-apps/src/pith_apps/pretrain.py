@@ -38,7 +38,7 @@ from pith_engine.lr import learning_rate
 from pith_engine.optim import AdamW, Muon, describe_groups
 from pith_engine.pipeline import StepLosses
 from pith_engine.runtime import all_reduce, gather_objects
-from pith_models.build import canonical_tensors, skipped_keys
+from pith_models.build import canonical_tensors, skipped_layer
 from pith_models.hf import HuggingFaceTensors
 
 from pith_apps.checks import changed_fields
@@ -99,7 +99,7 @@ def _start(trainer: Trainer) -> str:
         manifest = load_checkpoint(source, parameters, None, trainer.mesh)
         return f"step 1 starts from the weights of {source}, saved after step {manifest.step}"
     layout, dtype = canonical_tensors(config.model), parameters[0].shard.dtype
-    tensors = HuggingFaceTensors(source, layout, dtype, skipped_keys(config.model))
+    tensors = HuggingFaceTensors(source, layout, dtype, skipped_layer(config.model))
     for parameter in parameters:
         for block in canonical_blocks(parameter, parameter.shard):
             block.tensor.copy_(tensors.block(block.name, block.offsets, block.tensor.shape))

@@ -15,11 +15,11 @@ from pith_ops.attention import AttentionBackend
 from torch import nn
 
 from pith_models.chunk import DecoderChunk
-from pith_models.deepseek import DeepseekConfig, DeepseekLayer, deepseek_tensors
-from pith_models.gpt_oss import GptOssConfig, GptOssLayer, gpt_oss_tensors
-from pith_models.hf import CanonicalTensor, SkippedKeys
-from pith_models.qwen3_dense import Qwen3Config, Qwen3Layer, qwen3_tensors
-from pith_models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeLayer, qwen3_moe_tensors
+from pith_models.deepseek import DeepseekConfig, DeepseekLayer, deepseek_keys
+from pith_models.gpt_oss import GPT_OSS_KEYS, GptOssConfig, GptOssLayer
+from pith_models.hf import CanonicalTensor, layer_tensors
+from pith_models.qwen3_dense import QWEN3_KEYS, Qwen3Config, Qwen3Layer
+from pith_models.qwen3_moe import QWEN3_MOE_KEYS, Qwen3MoeConfig, Qwen3MoeLayer
 
 ModelConfig: TypeAlias = Qwen3MoeConfig | Qwen3Config | DeepseekConfig | GptOssConfig
 """The configuration of any family."""
@@ -32,22 +32,7 @@ class ParameterCounts:
     total: int
     """All."""
     active: int
-    """Those that one token meets: of a layer's experts only the top-k."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardFlops:
-    """Floating-point operations of the forward pass per token; the embedding costs none."""
-
-    layers: tuple[float, ...]
-    """Per decoder layer, causal attention counted by half."""
-    head: float
-    """Of the output projection."""
-
-    @property
-    def total(self) -> float:
-        """Layers and head together."""
-        return sum(self.layers) + self.head
+    """Those that one token meets."""
 
 
 def build_chunks(
@@ -77,7 +62,6 @@ def build_chunks(
             DecoderChunk(
                 config,
                 layers,
-                norm_rounds_once=isinstance(config, GptOssConfig),
                 is_first=chunk == 0,
                 is_last=is_last,
                 tied_embedding=chunks[0].get_parameter("embedding") if tied else None,
@@ -112,25 +96,24 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
     return (*tensors, *([] if tied else [CanonicalTensor("head", shape, (head,))]))
 
 
-def _layer_tensors(config: ModelConfig, layer: int) -> list[CanonicalTensor]:
+def _layer_tensors(config: ModelConfig, number: int) -> list[CanonicalTensor]:
     match config:
         case Qwen3MoeConfig():
-            return qwen3_moe_tensors(config, layer)
+            keys = QWEN3_MOE_KEYS
         case Qwen3Config():
-            return qwen3_tensors(config, layer)
+            keys = QWEN3_KEYS
         case DeepseekConfig():
-            return deepseek_tensors(config, layer)
+            keys = deepseek_keys(config.is_sparse(number))
         case GptOssConfig():
-            return gpt_oss_tensors(config, layer)
+            keys = GPT_OSS_KEYS
+    whole = _decoder_layer(config, number, Mesh.single(), AttentionBackend.REFERENCE)
+    return layer_tensors(whole, number, keys)
 
 
-def skipped_keys(config: ModelConfig) -> tuple[SkippedKeys, ...]:
-    """Keys of the family's Hugging Face files that are left out on purpose."""
-    if not isinstance(config, DeepseekConfig) or not config.is_v3:
-        return ()
-    # V3's files hold a layer of multi-token prediction after the last, told by its projection.
-    prefix = f"model.layers.{config.num_hidden_layers}."
-    return (SkippedKeys(prefix, "eh_proj.weight", "multi-token prediction is not implemented"),)
+def skipped_layer(config: ModelConfig) -> int | None:
+    """The layer after the last in V3's files: multi-token prediction, which is not implemented."""
+    is_v3 = isinstance(config, DeepseekConfig) and config.is_v3
+    return config.num_hidden_layers if is_v3 else None
 
 
 def head_dims(config: ModelConfig) -> tuple[int, int]:
@@ -173,21 +156,19 @@ def _active_size(config: ModelConfig, tensor: CanonicalTensor) -> int:
     return size
 
 
-def forward_flops(config: ModelConfig, sequence_length: int) -> ForwardFlops:
-    """The operations of a token in a sequence of this length.
+def forward_flops(config: ModelConfig, sequence_length: int) -> tuple[tuple[float, ...], float]:
+    """Forward operations of a token in a sequence of this length: of each layer, of the head.
 
     2 for each number of a matrix that it meets and, in each head, of the keys and values that its
-    query sees on average.
+    query sees on average. The embedding costs none.
     """
     layers = []
     for layer in range(config.num_hidden_layers):
         tensors = _layer_tensors(config, layer)
         matrices = [t for t in tensors if len(t.shape) - t.is_expert_stack > 1]
-        span = sequence_length
-        if isinstance(config, GptOssConfig) and config.is_sliding(layer):
-            span = min(config.sliding_window, span)
+        span = min(config.window(layer) or sequence_length, sequence_length)
         # The first `span` queries see 1, 2, ... keys, the others `span` each.
         keys = span - span * (span - 1) / 2 / sequence_length
         attention = config.num_attention_heads * sum(head_dims(config)) * keys
         layers.append(2 * (sum(_active_size(config, t) for t in matrices) + attention))
-    return ForwardFlops(layers=tuple(layers), head=2.0 * config.hidden_size * config.vocab_size)
+    return tuple(layers), 2.0 * config.hidden_size * config.vocab_size

@@ -7,7 +7,6 @@ parameter that gets both gradients; rank 0 holds the first chunk and the last, s
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from pith_engine.contract import IGNORED_TARGET, Batch, ModelChunk, Role, declare
 from pith_ops.cross_entropy import linear_cross_entropy
@@ -18,22 +17,23 @@ from pith_ops.rope import rope_frequencies, rope_table
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from pith_models.hf_config import DecoderConfig
+
 
 class DecoderChunk(ModelChunk):
     """Layers by global number, with the embedding if first and norm and head if last."""
 
     def __init__(
         self,
-        config: Any,
+        config: DecoderConfig,
         layers: Mapping[int, nn.Module],
         *,
-        norm_rounds_once: bool,
         is_first: bool,
         is_last: bool,
         tied_embedding: Tensor | None,
     ):
         super().__init__(is_first=is_first, is_last=is_last)
-        self.config, self.norm_rounds_once = config, norm_rounds_once
+        self.config = config
         shape, std = (config.vocab_size, config.hidden_size), config.initializer_range
         if is_first:
             self.embedding = declare(shape, Role.EMBEDDING, std=std)
@@ -57,11 +57,13 @@ class DecoderChunk(ModelChunk):
         return linear(self._normed(hidden), self.head)
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        epsilon, once = self.config.rms_norm_eps, self.norm_rounds_once
+        epsilon, once = self.config.rms_norm_eps, self.config.norm_rounds_once
         return rms_norm(hidden, self.final_norm, epsilon, rounds_once=once)
 
 
-def rotary_table(config: Any, dim: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    config: DecoderConfig, dim: int, hidden: Tensor, batch: Batch
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[T, dim / 2]` of the positions, in fp32 or wider."""
     theta, yarn, wide = config.rope_theta, config.rope_scaling, accumulation_dtype(hidden.dtype)
     frequencies = rope_frequencies(dim, theta, yarn=yarn, dtype=wide, device=hidden.device)

@@ -18,11 +18,12 @@ T tokens, H hidden, R `kv_lora_rank`, Dn, Dr, Dv head dims (`qk_nope_`, `qk_rope
 experts on this rank, I expert width. Shared experts are one MLP of width `n_shared_experts * I`.
 
 The traps: rotary pairs are (2i, 2i + 1); norms of low ranks have epsilon 1e-6 whatever
-`rms_norm_eps` says. Released V2 code scales only weights that it does not normalise, transformers'
-V2 never normalises, nor do V2 models; for other settings V3's rule holds here.
+`rms_norm_eps` says. V2 models do not normalise weights, and code differs on what would hold if they
+did; here it is V3's rule.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -33,31 +34,22 @@ from pith_ops.attention import AttentionBackend
 from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope
+from pith_ops.rope import apply_rope
 from pith_ops.routing import ExpertGroups, router_logits, score_topk
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
-from pith_models.hf import CanonicalTensor, gated_tensors, layer_tensors
-from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
+from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fields
 
 _LOW_RANK_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekConfig:
-    """A DeepSeek-V2 or V3 model, under Hugging Face's field names."""
+class DeepseekConfig(DecoderConfig):
+    """A DeepSeek-V2 or V3 model."""
 
-    vocab_size: int
-    """Rows of embedding and head."""
-    hidden_size: int
-    """Width of the residual stream."""
-    num_hidden_layers: int
-    """Decoder layers, without multi-token prediction's."""
-    num_attention_heads: int
-    """Heads of query, key and value."""
     q_lora_rank: int | None
     """Low rank of the query; None: a full matrix."""
     kv_lora_rank: int
@@ -68,8 +60,6 @@ class DeepseekConfig:
     """Of the rotary part, whose key heads share; even."""
     v_head_dim: int
     """Width of a head's value."""
-    intermediate_size: int
-    """Width of the MLP in dense layers."""
     moe_intermediate_size: int
     """Width of one expert."""
     first_k_dense_replace: int
@@ -92,31 +82,19 @@ class DeepseekConfig:
     """Multiplies the weights, normalised or not."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
-    rope_scaling: Yarn | None = None
-    """YaRN, if any; its `mscale_all_dim` also scales the softmax."""
-    rms_norm_eps: float = 1e-6
-    """Added to the mean square in norms of the residual stream."""
-    initializer_range: float = 0.02
-    """Standard deviation of initial matrices."""
     max_position_embeddings: int = 163_840
     """Longest sequence."""
-    tie_word_embeddings: bool = False
-    """Whether the head is the embedding."""
 
-    aligned_sizes = ("hidden_size", "moe_intermediate_size")
-    has_window = False
-    """No fields: sizes in grouped products; no layer slides."""
+    limits = (
+        ("num_experts_per_tok", "n_routed_experts"),
+        ("first_k_dense_replace", "num_hidden_layers"),
+        ("topk_group", "n_group"),
+    )
+    may_be_zero = ("first_k_dense_replace", "n_shared_experts")
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
-        experts, groups = self.n_routed_experts, self.n_group
-        limits = {
-            "num_experts_per_tok": "n_routed_experts",
-            "first_k_dense_replace": "num_hidden_layers",
-            "topk_group": "n_group",
-        }
-        may_be_zero = ("first_k_dense_replace", "n_shared_experts")
-        faults = shape_violations(self, limits, may_be_zero=may_be_zero)
+        faults, experts, groups = super().violations(), self.n_routed_experts, self.n_group
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             faults.append(f"model.q_lora_rank = {self.q_lora_rank}: must be at least 1, or None")
         if min(experts, groups) < 1:
@@ -168,17 +146,21 @@ class DeepseekConfig:
         methods = ("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")
         # transformers' V3 has one method, unnamed.
         method = hf_fields.get("topk_method", methods[0])
-        fixed = {
-            **_fixed_hf_fields(is_v3, hf_fields.get("num_attention_heads")),
-            "topk_method": method if method in methods else " or ".join(methods),
-        }
-        read = HfConfigReader(hf_fields, "DeepSeek", fixed=fixed, neutral=_NEUTRAL_HF_FIELDS)
-        # transformers has other defaults.
+        # transformers has other defaults where these are absent.
         nulls = {"q_lora_rank": None, "n_shared_experts": 0}
-        own = {name: read.optional(name, null) for name, null in nulls.items() if name in hf_fields}
+        defaults = {name: null for name, null in nulls.items() if name in hf_fields}
         if not is_v3:
-            own |= {name: read.optional(name, 1) for name in ("n_group", "topk_group")}
-        return read.config(DeepseekConfig, {"topk_method": method, **own})
+            defaults |= {"n_group": 1, "topk_group": 1}
+        return config_from_hf(
+            DeepseekConfig,
+            hf_fields,
+            fixed={
+                **_fixed_hf_fields(is_v3, hf_fields.get("num_attention_heads")),
+                "topk_method": method if method in methods else " or ".join(methods),
+            },
+            defaults={"topk_method": method, **defaults},
+            neutral=_NEUTRAL_HF_FIELDS,
+        )
 
     def to_hf(self) -> dict:
         """The fields of a `config.json`."""
@@ -193,20 +175,20 @@ class DeepseekAttention(nn.Module):
     def __init__(self, config: DeepseekConfig, backend: AttentionBackend, cp: Axis):
         super().__init__()
         self.config, self.backend, self.cp = config, backend, cp
-        H, R, std = config.hidden_size, config.kv_lora_rank, config.initializer_range
-        heads, q_rank = config.num_attention_heads, config.q_lora_rank
+        H, R, heads = config.hidden_size, config.kv_lora_rank, config.num_attention_heads
+        q_rank, query_width = config.q_lora_rank, heads * config.query_dim
+        matrix = partial(declare, role=Role.MATRIX, std=config.initializer_range)
         self.norm = declare((H,), Role.NORM)
         if q_rank is None:
-            self.q_proj = declare((heads * config.query_dim, H), Role.MATRIX, std=std)
+            self.q_proj = matrix((query_width, H))
         else:
-            self.q_a_proj = declare((q_rank, H), Role.MATRIX, std=std)
+            self.q_a_proj = matrix((q_rank, H))
             self.q_a_norm = declare((q_rank,), Role.NORM)
-            self.q_b_proj = declare((heads * config.query_dim, q_rank), Role.MATRIX, std=std)
-        self.kv_a_proj = declare((R + config.qk_rope_head_dim, H), Role.MATRIX, std=std)
+            self.q_b_proj = matrix((query_width, q_rank))
+        self.kv_a_proj = matrix((R + config.qk_rope_head_dim, H))
         self.kv_a_norm = declare((R,), Role.NORM)
-        kv_width = heads * (config.qk_nope_head_dim + config.v_head_dim)
-        self.kv_b_proj = declare((kv_width, R), Role.MATRIX, std=std)
-        self.o_proj = declare((H, heads * config.v_head_dim), Role.MATRIX, std=std)
+        self.kv_b_proj = matrix((heads * (config.qk_nope_head_dim + config.v_head_dim), R))
+        self.o_proj = matrix((H, heads * config.v_head_dim))
 
     def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         """`[T, H]` -> `[T, H]`, the input added."""
@@ -228,15 +210,13 @@ class DeepseekAttention(nn.Module):
         rotated = apply_rope(query[..., nope_dim:], cos, sin, interleaved=True)
         query = torch.cat([query[..., :nope_dim], rotated], -1)
         # 3. Attend within sequences, project back, add the residual.
-        up, scale = self.kv_b_proj, config.softmax_scale
-        out = latent_attention(
-            query, latent, key, up, batch, self.cp, scale=scale, backend=self.backend
-        )
+        args, scale = (query, latent, key, self.kv_b_proj, batch, self.cp), config.softmax_scale
+        out = latent_attention(*args, scale=scale, backend=self.backend)
         return hidden + linear(out.flatten(1), self.o_proj)
 
 
 class DeepseekLayer(nn.Module):
-    """A `DecoderLayer`: tokens go to K of the experts and the shared ones, or (dense) to an MLP."""
+    """A `DecoderLayer`: tokens go to K experts and the shared ones, or (dense) to an MLP."""
 
     def __init__(
         self, config: DeepseekConfig, num_local_experts: int, backend: AttentionBackend, cp: Axis
@@ -298,49 +278,31 @@ class DeepseekLayer(nn.Module):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order `[P, H]`, dense `[T, H]` -> as many unweighted outputs."""
+        """Rows in expert order, or dense tokens, `[P, H]` -> outputs `[P, H]`."""
         if groups is None:
             return self._mlp(tokens, weight_grads)
         gate_up = grouped_linear(tokens, self.experts_gate_up, groups, weight_grads)
         return grouped_linear(swiglu(gate_up), self.experts_down_proj, groups, weight_grads)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Expert sums or MLP outputs, and residual, `[T, H]` -> hidden `[T, H]`."""
+        """Outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
         return residual + combined
 
 
-def deepseek_tensors(config: DeepseekConfig, layer: int) -> list[CanonicalTensor]:
-    """Every tensor of a layer, in order."""
-    H, R, E = config.hidden_size, config.kv_lora_rank, config.num_experts
-    heads, q_rank = config.num_attention_heads, config.q_lora_rank
-    q_width, kv_a_rows = heads * config.query_dim, R + config.qk_rope_head_dim
-    kv_width = heads * (config.qk_nope_head_dim + config.v_head_dim)
-    plain: dict[str, tuple[str, tuple[int, ...]]] = {
-        "self_attention.norm": ("input_layernorm", (H,)),
-        "self_attention.kv_a_proj": ("self_attn.kv_a_proj_with_mqa", (kv_a_rows, H)),
-        "self_attention.kv_a_norm": ("self_attn.kv_a_layernorm", (R,)),
-        "self_attention.kv_b_proj": ("self_attn.kv_b_proj", (kv_width, R)),
-        "self_attention.o_proj": ("self_attn.o_proj", (H, heads * config.v_head_dim)),
-        "mlp_norm": ("post_attention_layernorm", (H,)),
+def deepseek_keys(is_sparse: bool) -> dict[str, str]:
+    """For `layer_tensors`."""
+    return {
+        "self_attention.norm": "input_layernorm.weight",
+        "self_attention.q_a_norm": "self_attn.q_a_layernorm.weight",
+        "self_attention.kv_a_proj": "self_attn.kv_a_proj_with_mqa.weight",
+        "self_attention.kv_a_norm": "self_attn.kv_a_layernorm.weight",
+        "self_attention.": "self_attn.",
+        "mlp_norm": "post_attention_layernorm.weight",
+        "mlp_": "mlp.shared_experts." if is_sparse else "mlp.",
+        "router": "mlp.gate.weight",
+        "router_bias": "mlp.gate.e_score_correction_bias",
+        "experts_": "mlp.experts.{}.",
     }
-    if q_rank is None:
-        plain["self_attention.q_proj"] = "self_attn.q_proj", (q_width, H)
-    else:
-        plain["self_attention.q_a_proj"] = "self_attn.q_a_proj", (q_rank, H)
-        plain["self_attention.q_a_norm"] = "self_attn.q_a_layernorm", (q_rank,)
-        plain["self_attention.q_b_proj"] = "self_attn.q_b_proj", (q_width, q_rank)
-    if not config.is_sparse(layer):
-        gated = gated_tensors(layer, "mlp_", "mlp", config.intermediate_size, H)
-        return layer_tensors(layer, plain) + gated
-    plain["router"] = "mlp.gate", (E, H)
-    tensors, width = layer_tensors(layer, plain), config.moe_intermediate_size
-    if shared := config.n_shared_experts * width:
-        tensors += gated_tensors(layer, "mlp_", "mlp.shared_experts", shared, H)
-    if config.is_v3:
-        bias = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias",)
-        name = f"layers.{layer}.router_bias"
-        tensors.append(CanonicalTensor(name, (E,), bias, keeps_float32=True))
-    return tensors + gated_tensors(layer, "experts_", "mlp.experts", width, H, E)
 
 
 def _fixed_hf_fields(is_v3: bool, num_heads: object) -> dict[str, object]:
@@ -348,7 +310,6 @@ def _fixed_hf_fields(is_v3: bool, num_heads: object) -> dict[str, object]:
         "model_type": f"deepseek_v{3 if is_v3 else 2}",
         "scoring_func": "sigmoid" if is_v3 else "softmax",
         "num_key_value_heads": num_heads,
-        "attention_bias": False,
         "mlp_bias": False,
         "moe_layer_freq": 1,
         "rope_interleave": True,

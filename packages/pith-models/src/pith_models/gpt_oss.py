@@ -11,14 +11,15 @@ linear maps of a layer have biases):
                 y = sum over K experts of p_e * (Wdown_e ((u + 1) * g * sigmoid(alpha g)) + bdown_e)
     layer       h + y
 
-T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are stored as
-one tensor `[E, 2 * I, H]`, gate rows first; checkpoints see two (`parts`).
+T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are one tensor
+`[E, 2 * I, H]`, gate rows first.
 The traps: files interleave the rows of gate and up and transpose every expert matrix, which no
 shape tells where H = I, as released. YaRN does not round its range (`truncate`), norms round once,
 and no scaling in a `config.json` means YaRN to transformers.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from pith_engine.context_parallel import context_attention
@@ -28,69 +29,52 @@ from pith_ops.attention import AttentionBackend
 from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope
+from pith_ops.rope import apply_rope
 from pith_ops.routing import router_logits, topk_softmax
 from pith_ops.swiglu import clamped_swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
-from pith_models.hf import CanonicalTensor, FusedKey, Rows
-from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
+from pith_models.hf import FusedKey
+from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fields
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptOssConfig:
-    """A GPT-OSS model, under Hugging Face's field names."""
+class GptOssConfig(DecoderConfig):
+    """A GPT-OSS model."""
 
-    vocab_size: int
-    """Rows of embedding and head."""
-    hidden_size: int
-    """Width of the residual stream."""
-    num_hidden_layers: int
-    """Decoder layers, all sparse."""
-    num_attention_heads: int
-    """Query heads."""
     num_key_value_heads: int
     """Key and value heads; divides query heads."""
     head_dim: int
     """Width of a head; even."""
-    intermediate_size: int
-    """Width of one expert."""
     num_experts: int
     """Experts of a layer, over all ranks (`num_local_experts` in files)."""
     num_experts_per_tok: int
     """Top-k: experts of a token."""
     sliding_window: int
-    """Keys that a query of a sliding layer sees, with its own."""
+    """Keys that a query of a sliding layer sees, its own among them."""
     layer_types: tuple[str, ...] = ()
     """`sliding_attention` or `full_attention` a layer; empty: even layers (from 0) slide."""
     rope_theta: float = 150_000.0
     """Base of the rotary frequencies."""
-    rope_scaling: Yarn | None = None
-    """YaRN, if any."""
     rms_norm_eps: float = 1e-5
     """Added to the mean square in every norm."""
     swiglu_limit: float = 7.0
     """Upper bound of an expert's gate; of its up projection on both sides."""
     swiglu_alpha: float = 1.702
     """Factor of the gate inside its sigmoid."""
-    initializer_range: float = 0.02
-    """Standard deviation of initial matrices, sinks, router bias; others are 0."""
     max_position_embeddings: int = 131_072
     """Longest sequence."""
-    tie_word_embeddings: bool = False
-    """Whether the head is the embedding."""
 
     aligned_sizes = ("hidden_size", "intermediate_size")
-    """Not a field: sizes in grouped products."""
+    norm_rounds_once = True
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
-        faults = shape_violations(self, {"num_experts_per_tok": "num_experts"})
-        kinds = self.layer_types
+        faults, kinds = super().violations(), self.layer_types
         if kinds and (len(kinds) != self.num_hidden_layers or set(kinds) - {_SLIDING, _FULL}):
             faults.append(
                 f"model.layer_types = {kinds}: must be empty or {_SLIDING} or {_FULL} for each of "
@@ -98,18 +82,10 @@ class GptOssConfig:
             )
         return faults
 
-    @property
-    def has_window(self) -> bool:
-        """Whether any layer slides."""
-        return any(map(self.is_sliding, range(self.num_hidden_layers)))
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether the layer routes: all do."""
-        return True
-
-    def is_sliding(self, layer: int) -> bool:
-        """Whether it attends within the window."""
-        return self.layer_types[layer] == _SLIDING if self.layer_types else layer % 2 == 0
+    def window(self, layer: int) -> int | None:
+        """Keys that a query of the layer sees, if it slides."""
+        slides = self.layer_types[layer] == _SLIDING if self.layer_types else layer % 2 == 0
+        return self.sliding_window if slides else None
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "GptOssConfig":
@@ -119,17 +95,17 @@ class GptOssConfig:
         rope, length = hf_fields.get(rope_key), hf_fields.get("initial_context_length")
         if isinstance(rope, dict):
             length = rope.get("original_max_position_embeddings") or length
-        fixed = {**_FIXED_HF_FIELDS, "initial_context_length": length}
-        read = HfConfigReader(hf_fields, "GPT-OSS", fixed=fixed)
-        read.required(rope_key)
-        own = {
-            "num_experts": read.required("num_local_experts", "num_experts"),
-            "num_experts_per_tok": read.required("num_experts_per_tok", "experts_per_token"),
-            "swiglu_limit": read.optional("swiglu_limit", 7.0),
-            "swiglu_alpha": read.optional("swiglu_alpha", 1.702),
-            "layer_types": read.optional("layer_types", ()),
-        }
-        config = read.config(GptOssConfig, own)
+        config = config_from_hf(
+            GptOssConfig,
+            hf_fields,
+            fixed={**_FIXED_HF_FIELDS, "initial_context_length": length},
+            defaults={"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "layer_types": ()},
+            spellings={
+                "num_experts": ("num_local_experts", "num_experts"),
+                "num_experts_per_tok": ("num_experts_per_tok", "experts_per_token"),
+            },
+            needed=(rope_key,),
+        )
         derived = replace(config, layer_types=())
         return derived if derived._kinds() == config._kinds() else config
 
@@ -141,7 +117,7 @@ class GptOssConfig:
 
     def _kinds(self) -> list[str]:
         layers = range(self.num_hidden_layers)
-        return [_SLIDING if self.is_sliding(layer) else _FULL for layer in layers]
+        return [_SLIDING if self.window(layer) else _FULL for layer in layers]
 
 
 class GptOssLayer(nn.Module):
@@ -156,23 +132,25 @@ class GptOssLayer(nn.Module):
         cp: Axis,
     ):
         super().__init__()
-        self.config, self.num_local_experts = config, num_local_experts
-        self.backend, self.cp = backend, cp
-        self.window = config.sliding_window if config.is_sliding(layer) else None
+        self.config, self.backend, self.cp = config, backend, cp
+        self.num_local_experts = num_local_experts
+        self.window = config.window(layer)
         H, D, std = config.hidden_size, config.head_dim, config.initializer_range
         I, E, N = config.intermediate_size, num_local_experts, config.num_experts
         heads, kv_width = config.num_attention_heads, config.num_key_value_heads * D
         parts = ("experts_gate_proj", "experts_up_proj")
+        matrix = partial(declare, role=Role.MATRIX, std=std)
+        bias = partial(declare, role=Role.BIAS)
         self.attention_norm = declare((H,), Role.NORM)
-        self.q_proj = declare((heads * D, H), Role.MATRIX, std=std)
-        self.q_bias = declare((heads * D,), Role.BIAS)
-        self.k_proj = declare((kv_width, H), Role.MATRIX, std=std)
-        self.k_bias = declare((kv_width,), Role.BIAS)
-        self.v_proj = declare((kv_width, H), Role.MATRIX, std=std)
-        self.v_bias = declare((kv_width,), Role.BIAS)
+        self.q_proj = matrix((heads * D, H))
+        self.q_bias = bias((heads * D,))
+        self.k_proj = matrix((kv_width, H))
+        self.k_bias = bias((kv_width,))
+        self.v_proj = matrix((kv_width, H))
+        self.v_bias = bias((kv_width,))
         self.sinks = declare((heads,), Role.SINK, std=std)
-        self.o_proj = declare((H, heads * D), Role.MATRIX, std=std)
-        self.o_bias = declare((H,), Role.BIAS)
+        self.o_proj = matrix((H, heads * D))
+        self.o_bias = bias((H,))
         self.mlp_norm = declare((H,), Role.NORM)
         self.router = declare((N, H), Role.ROUTER, std=std)
         self.router_bias = declare((N,), Role.BIAS, std=std)
@@ -198,12 +176,8 @@ class GptOssLayer(nn.Module):
         cos, sin = rotary_table(config, D, hidden, batch)
         query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         # 3. Attend within sequences, project back, add the residual.
-        out = context_attention(
-            *(query, key, value, batch, self.cp),
-            window=self.window,
-            sinks=self.sinks,
-            backend=self.backend,
-        )
+        args, backend = (query, key, value, batch, self.cp), self.backend
+        out = context_attention(*args, window=self.window, sinks=self.sinks, backend=backend)
         residual = hidden + linear(out.flatten(1), self.o_proj, self.o_bias.to(dtype))
         # 4. Choose the experts.
         tokens = rms_norm(residual, self.mlp_norm, eps, rounds_once=True)
@@ -215,49 +189,37 @@ class GptOssLayer(nn.Module):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order `[P, H]` -> unweighted expert outputs `[P, H]`."""
+        """Rows in expert order `[P, H]` -> outputs `[P, H]`."""
         assert groups is not None, "a sparse layer's rows come in expert order"
-        limit, alpha = self.config.swiglu_limit, self.config.swiglu_alpha
+        config, down = self.config, self.experts_down_proj
         bias = torch.cat([self.experts_gate_bias, self.experts_up_bias], 1)
         gate_up = grouped_linear(tokens, self.experts_gate_up, groups, weight_grads, bias)
-        inner = clamped_swiglu(gate_up, limit=limit, alpha=alpha)
-        down, bias = self.experts_down_proj, self.experts_down_bias
-        return grouped_linear(inner, down, groups, weight_grads, bias)
+        inner = clamped_swiglu(gate_up, limit=config.swiglu_limit, alpha=config.swiglu_alpha)
+        return grouped_linear(inner, down, groups, weight_grads, self.experts_down_bias)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Expert sums and residual, both `[T, H]` -> hidden `[T, H]`."""
+        """Outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
         return residual + combined
 
 
-def gpt_oss_tensors(config: GptOssConfig, layer: int) -> list[CanonicalTensor]:
-    """Every tensor of a layer, in order."""
-    H, I, E = config.hidden_size, config.intermediate_size, config.num_experts
-    D, heads = config.head_dim, config.num_attention_heads
-    Q, KV = heads * D, config.num_key_value_heads * D
-    ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-    plain: list[tuple[str, tuple[int, ...], str]] = [
-        ("attention_norm", (H,), "input_layernorm.weight"),
-        ("sinks", (heads,), "self_attn.sinks"),
-        ("mlp_norm", (H,), "post_attention_layernorm.weight"),
-        ("router", (E, H), "mlp.router.weight"),
-        ("router_bias", (E,), "mlp.router.bias"),
-    ]
-    for name, shape in {"q": (Q, H), "k": (KV, H), "v": (KV, H), "o": (H, Q)}.items():
-        plain.append((f"{name}_proj", shape, f"self_attn.{name}_proj.weight"))
-        plain.append((f"{name}_bias", shape[:1], f"self_attn.{name}_proj.bias"))
-    tensors = [CanonicalTensor(ours + name, shape, (theirs + key,)) for name, shape, key in plain]
-    for name, key, rows, shape in (
-        ("gate", "gate_up_proj", Rows.EVEN, (E, I, H)),
-        ("up", "gate_up_proj", Rows.ODD, (E, I, H)),
-        ("down", "down_proj", Rows.ALL, (E, H, I)),
-    ):
-        stem, key = f"{ours}experts_{name}", f"{theirs}mlp.experts.{key}"
-        matrix, bias = FusedKey(key, rows, is_transposed=True), FusedKey(f"{key}_bias", rows)
-        tensors += [
-            CanonicalTensor(f"{stem}_proj", shape, (), True, fused=matrix),
-            CanonicalTensor(f"{stem}_bias", shape[:2], (), True, fused=bias),
-        ]
-    return tensors
-
-
+_GATE_UP = "mlp.experts.gate_up_proj"
+GPT_OSS_KEYS = {
+    "attention_norm": "input_layernorm.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "sinks": "self_attn.sinks",
+    "": "self_attn.",
+    "o_bias": "self_attn.o_proj.bias",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "router": "mlp.router.weight",
+    "router_bias": "mlp.router.bias",
+    "experts_gate_proj": FusedKey(_GATE_UP, 0, is_interleaved=True, is_transposed=True),
+    "experts_up_proj": FusedKey(_GATE_UP, 1, is_interleaved=True, is_transposed=True),
+    "experts_gate_bias": FusedKey(f"{_GATE_UP}_bias", 0, is_interleaved=True),
+    "experts_up_bias": FusedKey(f"{_GATE_UP}_bias", 1, is_interleaved=True),
+    "experts_down_proj": FusedKey("mlp.experts.down_proj", is_transposed=True),
+    "experts_down_bias": FusedKey("mlp.experts.down_proj_bias"),
+}
+"""For `layer_tensors`."""
 _FIXED_HF_FIELDS = {"model_type": "gpt_oss", "attention_bias": True}

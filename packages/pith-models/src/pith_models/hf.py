@@ -16,16 +16,18 @@ import warnings
 from collections import Counter
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
+from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from pith_engine.contract import DeclaredParameter, Role
 from pith_engine.fsdp import cut_block
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -45,26 +47,25 @@ COMPANION_FILES = (
 """Copied byte for byte."""
 
 
-class Rows(Enum):
-    """An expert's rows in a fused key, transposed back."""
-
-    ALL = "all"
-    FIRST_HALF = "first half"
-    SECOND_HALF = "second half"
-    EVEN = "even"
-    ODD = "odd"
-
-
 @dataclass(frozen=True)
 class FusedKey:
-    """A tensor `[E, rows, ...]` of a layer's experts, of one or two canonical tensors."""
+    """A tensor `[E, rows, ...]` that holds one or two canonical ones."""
 
     key: str
     """Its name."""
-    rows: Rows = Rows.ALL
-    """The canonical tensor's."""
+    half: int | None = None
+    """Which half of the rows is the canonical tensor: 0, 1 or None for all."""
+    is_interleaved: bool = False
+    """Whether the halves' rows alternate."""
     is_transposed: bool = False
     """Whether it is `[E, columns, rows]`; the shape does not tell if they are as many."""
+
+
+_FUSED = {
+    "gate_proj.weight": FusedKey("gate_up_proj", 0),
+    "up_proj.weight": FusedKey("gate_up_proj", 1),
+    "down_proj.weight": FusedKey("down_proj"),
+}
 
 
 @dataclass(frozen=True)
@@ -91,14 +92,20 @@ class CanonicalTensor:
         """Key -> shape in an export."""
         return self.stored(())
 
+    def fused_in(self, present: Container[str]) -> FusedKey | None:
+        """The fused key if files that have these keys hold it there."""
+        is_fused = self.fused and (not self.keys or self.fused.key in present)
+        return self.fused if is_fused else None
+
     def stored(self, present: Container[str]) -> dict[str, tuple[int, ...]]:
         """Key -> shape in files that have these keys."""
-        if self.fused is None or (self.keys and self.fused.key not in present):
+        fused = self.fused_in(present)
+        if fused is None:
             return dict.fromkeys(self.keys, self.shape[1:] if self.is_expert_stack else self.shape)
         experts, rows, *columns = self.shape
-        rows *= 1 if self.fused.rows is Rows.ALL else 2
-        shape = (*columns, rows) if self.fused.is_transposed else (rows, *columns)
-        return {self.fused.key: (experts, *shape)}
+        rows *= 1 if fused.half is None else 2
+        shape = (*columns, rows) if fused.is_transposed else (rows, *columns)
+        return {fused.key: (experts, *shape)}
 
     def slices(self, tensor: Tensor) -> Sequence[Tensor]:
         """Views of a tensor of `shape`: a stack's experts, else itself."""
@@ -106,55 +113,50 @@ class CanonicalTensor:
 
 
 def layer_tensors(
-    layer: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    layer: nn.Module, number: int, keys: Mapping[str, str | FusedKey]
 ) -> list[CanonicalTensor]:
-    """From name -> key between `model.layers.N.` and `.weight`, shape."""
-    return [
-        CanonicalTensor(f"layers.{layer}.{name}", shape, (f"model.layers.{layer}.{key}.weight",))
-        for name, (key, shape) in tensors.items()
-    ]
+    """The tensors that a layer declares, with all its experts.
 
-
-def gated_tensors(
-    layer: int, ours: str, theirs: str, width: int, hidden: int, num_experts: int = 0
-) -> list[CanonicalTensor]:
-    """Gate, up and down matrices of an MLP or experts; names begin `ours`, keys `theirs`."""
-    stem = f"model.layers.{layer}.{theirs}"
-    stems = [f"{stem}.{expert}" for expert in range(num_experts)] or [stem]
-    stack = (num_experts,) if num_experts else ()
-    return [
-        CanonicalTensor(
-            f"layers.{layer}.{ours}{name}",
-            (*stack, *shape),
-            tuple(f"{each}.{name}.weight" for each in stems),
-            is_expert_stack=num_experts > 0,
-            fused=FusedKey(f"{stem}.{fused}", rows) if stack else None,
-        )
-        for name, shape, fused, rows in (
-            ("gate_proj", (width, hidden), "gate_up_proj", Rows.FIRST_HALF),
-            ("up_proj", (width, hidden), "gate_up_proj", Rows.SECOND_HALF),
-            ("down_proj", (hidden, width), "down_proj", Rows.ALL),
-        )
-    ]
-
-
-@dataclass(frozen=True)
-class SkippedKeys:
-    """Keys that are left out on purpose."""
-
-    prefix: str
-    """Their beginning, dot included."""
-    mark: str
-    """Ends a key that must be among them."""
-    reason: str
-    """Ends the line that reports them."""
+    `keys`: canonical name in the layer -> key there; or beginning of names -> of keys, which end in
+    `.weight`. `{}` is for the expert; such keys may be fused, with gate and up in halves.
+    """
+    stem, tensors = f"model.layers.{number}.", []
+    for stored, parameter in layer.named_parameters():
+        assert isinstance(parameter, DeclaredParameter), f"{stored} is not declared"
+        *shape, parts = *parameter.shape, parameter.parts
+        if parts:
+            shape[-2] //= len(parts)
+        for name in parts or (stored,):
+            key = keys.get(name)
+            if key is None:
+                start = next(ours for ours in keys if name.startswith(ours))
+                key = f"{keys[start]}{name.removeprefix(start)}.weight"
+            if isinstance(key, FusedKey):
+                own, fused = (), replace(key, key=stem + key.key)
+            elif "{}" in key:
+                own = tuple(stem + key.format(expert) for expert in range(shape[0]))
+                before, last = key.split("{}.")
+                fused = replace(_FUSED[last], key=stem + before + _FUSED[last].key)
+            else:
+                own, fused = (stem + key,), None
+            tensors.append(
+                CanonicalTensor(
+                    f"layers.{number}.{name}",
+                    tuple(shape),
+                    own,
+                    parameter.role.is_expert,
+                    fused=fused,
+                    keeps_float32=parameter.role is Role.BALANCE_BIAS,
+                )
+            )
+    return tensors
 
 
 class HuggingFaceTensors(Mapping[str, Tensor]):
     """A folder's canonical tensors, read as `dtype` when asked for.
 
     ValueError with every missing, unexpected and misshapen key, or a damaged file; `account` is a
-    line about the keys.
+    line about the keys. `skipped_layer` is one of multi-token prediction, told by its projection.
     """
 
     def __init__(
@@ -162,21 +164,21 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         folder: Path,
         layout: Sequence[CanonicalTensor],
         dtype: torch.dtype,
-        skipped: Sequence[SkippedKeys] = (),
+        skipped_layer: int | None = None,
     ):
         self._layout = {tensor.name: tensor for tensor in layout}
         self._dtype = dtype
-        headers, notes = _read_headers(folder), ""
-        for group in skipped:
-            kept = {key: v for key, v in headers.items() if not key.startswith(group.prefix)}
-            if f"{group.prefix}{group.mark}" in headers:
-                count = len(headers) - len(kept)
-                notes += f"; {count} keys of {group.prefix[:-1]} skipped: {group.reason}"
-                headers = kept
+        headers, note = _read_headers(folder), ""
+        prefix = f"model.layers.{skipped_layer}."
+        if f"{prefix}eh_proj.weight" in headers:
+            kept = {key: v for key, v in headers.items() if not key.startswith(prefix)}
+            note = f"; {len(headers) - len(kept)} keys of {prefix[:-1]} skipped: multi-token "
+            note += "prediction is not implemented"
+            headers = kept
         self._headers, self._parts = headers, _check_keys(folder, layout, headers)
         for tensor in layout:
             if tensor.copy in self._parts:
-                copy = self._load(CanonicalTensor(tensor.name, tensor.shape, (tensor.copy,)))
+                copy = self._load(replace(tensor, keys=(tensor.copy,)))
                 if not torch.equal(copy, self[tensor.name]):
                     raise ValueError(
                         f"{folder}: {tensor.copy} differs from {tensor.keys[0]}, tied by "
@@ -187,39 +189,35 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         changes = [f"{n} keys {old} -> {new}" for old, n in sorted(olds.items()) if old != new]
         self.account = (
             f"keys: {len(headers)} loaded, 0 unexpected, 0 missing; dtype changes: "
-            f"{', '.join(changes) or 'none'}{notes}"
+            f"{', '.join(changes) or 'none'}{note}"
         )
 
     def __getitem__(self, name: str) -> Tensor:
         return self._load(self._layout[name])
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A block of a tensor; of a stack only its experts are read."""
-        tensor = self._layout[name]
+        """A block; of a stack only its experts are read."""
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=self._dtype)
-        if not tensor.is_expert_stack:
-            return cut_block(self._load(tensor), offsets, sizes)
-        experts = range(offsets[0], offsets[0] + sizes[0])
-        return cut_block(self._load(tensor, experts), (0, *offsets[1:]), sizes)
+        tensor, experts = self._layout[name], None
+        if tensor.is_expert_stack:
+            experts, offsets = range(offsets[0], offsets[0] + sizes[0]), (0, *offsets[1:])
+        return cut_block(self._load(tensor, experts), offsets, sizes)
 
     def _load(self, tensor: CanonicalTensor, experts: range | None = None) -> Tensor:
-        places: list[tuple[str, int | None]] = [(key, None) for key in tensor.keys]
-        if fused := tensor.fused if tensor.fused and tensor.fused.key in self._parts else None:
-            places = [(fused.key, expert) for expert in range(tensor.shape[0])]
-        if experts is not None:
+        shape, places = tensor.shape, [(key, ...) for key in tensor.keys]
+        fused = tensor.fused_in(self._parts)
+        if fused:
+            places = [(fused.key, expert) for expert in range(shape[0])]
+        if experts:
+            shape = len(experts), *shape[1:]
             places = [places[expert] for expert in experts]
-        shape = tensor.shape if experts is None else (len(experts), *tensor.shape[1:])
         out = torch.empty(shape, dtype=self._dtype)
         paths = {self._headers[part].path for key, _ in places for part in self._parts[key]}
         with ExitStack() as stack:
             files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in paths}
-            for (key, expert), view in zip(places, tensor.slices(out), strict=True):
-                parts = []
-                for part in self._parts[key]:
-                    file = files[self._headers[part].path]
-                    whole = expert is None
-                    parts.append(file.get_tensor(part) if whole else file.get_slice(part)[expert])
+            for (key, index), view in zip(places, tensor.slices(out), strict=True):
+                parts = [files[self._headers[p].path].get_slice(p)[index] for p in self._parts[key]]
                 value = _decode(*parts)
                 view.copy_(_rows(value, fused) if fused else value)
         return out
@@ -252,9 +250,8 @@ def export_tensors(
 ) -> None:
     """Write a Hugging Face folder for transformers and vLLM, under its name once complete.
 
-    `tensors` are asked for one at a time; `config_fields` get the dtype; `COMPANION_FILES` come
-    from `companions`. ValueError if `out` exists without `replace`, another process writes it, or
-    the tensors are not those of `layout`.
+    `tensors` are asked for one at a time; `COMPANION_FILES` come from `companions`. ValueError if
+    `out` exists without `replace`, another process writes it, or `tensors` are not of `layout`.
     """
     if out.exists() and not replace:
         raise ValueError(f"{out} exists: choose another folder or remove it")
@@ -310,8 +307,7 @@ def held_folder(folder: Path) -> Generator[Path]:
         yield lock
 
 
-@dataclass(frozen=True)
-class _Header:
+class _Header(NamedTuple):
     path: Path
     shape: tuple[int, ...]
     dtype: str
@@ -324,11 +320,9 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise ValueError(f"{index_path} has no weight_map from keys to file names")
     names = sorted(set(index.values())) if has_index else [SINGLE_FILE]
-    absent = [name for name in names if not (folder / name).is_file()]
-    if absent:
-        raise ValueError(
-            f"{folder} lacks {_first(absent)}" + (", named by its index" if has_index else "")
-        )
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        by_index = ", named by its index" if has_index else ""
+        raise ValueError(f"{folder} lacks {_first(absent)}{by_index}")
     headers: dict[str, _Header] = {}
     for name in names:
         path = folder / name
@@ -350,14 +344,9 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
 def _rows(stored: Tensor, fused: FusedKey) -> Tensor:
     """The view of an expert in a fused key that is ours."""
     ours = stored.mT if fused.is_transposed else stored
-    half = len(ours) // 2
-    return {
-        Rows.ALL: ours,
-        Rows.FIRST_HALF: ours[:half],
-        Rows.SECOND_HALF: ours[half:],
-        Rows.EVEN: ours[::2],
-        Rows.ODD: ours[1::2],
-    }[fused.rows]
+    if fused.half is None:
+        return ours
+    return ours[fused.half :: 2] if fused.is_interleaved else ours.chunk(2)[fused.half]
 
 
 def _check_keys(
@@ -371,12 +360,11 @@ def _check_keys(
             wanted[tensor.copy] = tensor.shape
     parts = {key: _parts(key, shape, headers) for key, shape in wanted.items()}
     needed = {name: facts for part in parts.values() for name, facts in part.items()}
-    wrong = []
-    for name in sorted(needed.keys() & headers):
-        (shape, dtypes), header = needed[name], headers[name]
-        if header.shape != shape or header.dtype not in dtypes:
-            found, expected = list(header.shape), f"{list(shape)} {' or '.join(dtypes)}"
-            wrong.append(f"{name} {found} {header.dtype}, expected {expected}")
+    wrong = [
+        f"{name} {list(found.shape)} {found.dtype}, expected {list(shape)} {' or '.join(dtypes)}"
+        for name, (shape, dtypes) in sorted(needed.items())
+        if (found := headers.get(name)) and (found.shape != shape or found.dtype not in dtypes)
+    ]
     found = {
         "missing keys": sorted(needed.keys() - headers),
         "unexpected keys": sorted(headers.keys() - needed),
@@ -430,37 +418,33 @@ def _write_files(
     sharing: dict[str, list[CanonicalTensor]] = {}
     for tensor in layout:
         sharing.setdefault(next(iter(tensor.written)), []).append(tensor)
-    for key, members in sharing.items():
-        place, fused = places[key], None
-        if not members[0].keys:
-            fused = torch.empty(place.shape, dtype=place.dtype)
+    for first_key, members in sharing.items():
+        values: dict[str, Tensor] = {}
         for tensor in members:
-            value = tensors[tensor.name]
+            value = tensors[tensor.name].detach()
             if tuple(value.shape) != tensor.shape:
                 raise ValueError(f"{tensor.name} is {list(value.shape)}, expected {tensor.shape}")
-            slices = tensor.slices(value.detach())
-            if fused is None:
-                for own_key, view in zip(tensor.keys, slices, strict=True):
-                    places[own_key].write(view)
-            elif tensor.fused:
-                for expert, view in zip(fused, slices, strict=True):
-                    _rows(expert, tensor.fused).copy_(view)
-        if fused is not None:
-            place.write(fused)
+            slices = tensor.slices(value)
+            if fused := tensor.fused_in(()):
+                place = places[first_key]
+                whole = values.setdefault(first_key, torch.empty(place.shape, dtype=place.dtype))
+                for expert, view in zip(whole, slices, strict=True):
+                    _rows(expert, fused).copy_(view)
+            else:
+                values = dict(zip(tensor.keys, slices, strict=True))
+        for key, value in values.items():
+            place = places[key]
+            flat = value.to("cpu", place.dtype).flatten().view(torch.uint8)
+            with place.path.open("r+b") as file:
+                file.seek(place.offset)
+                file.write(flat.numpy().data)
 
 
-@dataclass(frozen=True)
-class _Place:
-    path: Path
-    offset: int
+class _Place(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    def write(self, tensor: Tensor) -> None:
-        flat = tensor.to("cpu", self.dtype).flatten().view(torch.uint8)
-        with self.path.open("r+b") as file:
-            file.seek(self.offset)
-            file.write(flat.numpy().data)
+    path: Path
+    offset: int
 
 
 def _create_files(
@@ -474,33 +458,35 @@ def _create_files(
     }
     total = sum(prod(shape) for shape, _ in written.values())
     assert total == sum(prod(tensor.shape) for tensor in layout), "a fused key has gaps"
-    files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
-    filled = total_size = 0
-    for key, (shape, own) in written.items():
-        size = prod(shape) * own.itemsize
+    sizes = {key: prod(shape) * own.itemsize for key, (shape, own) in written.items()}
+    files: list[list[str]] = [[]]
+    filled = 0
+    for key, size in sizes.items():
         if filled and filled + size > max_file_bytes:
-            files, filled = [*files, {}], 0
-        files[-1][key] = shape, own
-        filled, total_size = filled + size, total_size + size
+            files, filled = [*files, []], 0
+        files[-1].append(key)
+        filled += size
     names = {own: name for name, own in _DTYPES.items()}
     places: dict[str, _Place] = {}
-    for number, entries in enumerate(files, start=1):
+    for number, keys in enumerate(files, start=1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         path = folder / (name if len(files) > 1 else SINGLE_FILE)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        starts, end = {}, 0
         # safetensors' order, widest first: every tensor is aligned.
-        for key, (shape, own) in sorted(entries.items(), key=lambda e: (-e[1][1].itemsize, e[0])):
-            starts[key], end = end, end + prod(shape) * own.itemsize
-            header[key] = {"dtype": names[own], "shape": shape, "data_offsets": [starts[key], end]}
+        keys.sort(key=lambda key: (-written[key][1].itemsize, key))
+        ends = dict(zip(keys, accumulate(sizes[key] for key in keys), strict=True))
+        for key, end in ends.items():
+            shape, own = written[key]
+            offsets = [end - sizes[key], end]
+            header[key] = {"dtype": names[own], "shape": shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        path.write_bytes(len(text).to_bytes(8, "little") + text)
-        os.truncate(path, 8 + len(text) + end)
-        for key, (shape, own) in entries.items():
-            places[key] = _Place(path, 8 + len(text) + starts[key], shape, own)
+        start = path.write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(path, start + sum(sizes[key] for key in keys))
+        for key, end in ends.items():
+            places[key] = _Place(*written[key], path, start + end - sizes[key])
     if len(files) > 1:
-        metadata = {"total_size": total_size, "total_parameters": total}
+        metadata = {"total_size": sum(sizes.values()), "total_parameters": total}
         weight_map = {key: place.path.name for key, place in places.items()}
         _write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
     return places

@@ -13,6 +13,7 @@ The trap: a config.json without `head_dim` means 128, whatever `hidden_size / nu
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from pith_engine.context_parallel import context_attention
 from pith_engine.contract import Batch, Role, declare
@@ -21,54 +22,26 @@ from pith_ops.attention import AttentionBackend
 from pith_ops.grouped_linear import Groups
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope
+from pith_ops.rope import apply_rope
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
-from pith_models.hf import CanonicalTensor, gated_tensors, layer_tensors
-from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
+from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Config:
-    """A dense Qwen3 model, under Hugging Face's field names."""
+class Qwen3Config(DecoderConfig):
+    """A dense Qwen3 model."""
 
-    vocab_size: int
-    """Rows of embedding and head."""
-    hidden_size: int
-    """Width of the residual stream."""
-    num_hidden_layers: int
-    """Decoder layers."""
-    num_attention_heads: int
-    """Query heads."""
     num_key_value_heads: int
     """Key and value heads; divides the query heads."""
     head_dim: int
     """Width of a head; even."""
-    intermediate_size: int
-    """Width of the MLP."""
-    rope_theta: float = 1_000_000.0
-    """Base of the rotary frequencies."""
-    rope_scaling: Yarn | None = None
-    """YaRN, if any."""
-    rms_norm_eps: float = 1e-6
-    """Added to the mean square in every norm."""
-    initializer_range: float = 0.02
-    """Standard deviation of every initial matrix."""
-    max_position_embeddings: int = 40_960
-    """Longest sequence, in tokens."""
-    tie_word_embeddings: bool = False
-    """Whether the head is the embedding."""
 
     num_experts = num_experts_per_tok = 0
-    aligned_sizes, has_window = (), False
-    """Not fields: every layer is dense and none slides."""
-
-    def violations(self) -> list[str]:
-        """What does not fit, a line each."""
-        return shape_violations(self, {})
+    aligned_sizes = ()
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer routes: none does."""
@@ -76,13 +49,16 @@ class Qwen3Config:
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "Qwen3Config":
-        """Read the fields of a `config.json`; a ValueError names every fault."""
+        """Read a `config.json`; a ValueError names every fault."""
         kinds = hf_fields.get("layer_types")
         full = ["full_attention"] * (len(kinds) if isinstance(kinds, list) else 1)
-        neutral = ("sliding_window", "max_window_layers")  # need `use_sliding_window`
-        fixed = {**_FIXED_HF_FIELDS, "layer_types": None if kinds is None else full}
-        read = HfConfigReader(hf_fields, "Qwen3", fixed=fixed, neutral=neutral)
-        return read.config(Qwen3Config, {} if "head_dim" in hf_fields else {"head_dim": 128})
+        return config_from_hf(
+            Qwen3Config,
+            hf_fields,
+            fixed={**_FIXED_HF_FIELDS, "layer_types": None if kinds is None else full},
+            defaults={} if "head_dim" in hf_fields else {"head_dim": 128},
+            neutral=("sliding_window", "max_window_layers"),  # need `use_sliding_window`
+        )
 
     def to_hf(self) -> dict:
         """The fields of a `config.json`."""
@@ -99,17 +75,17 @@ class Qwen3Layer(nn.Module):
         self.config, self.backend, self.cp = config, backend, cp
         H, D, I = config.hidden_size, config.head_dim, config.intermediate_size
         q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
-        std, parts = config.initializer_range, ("gate_proj", "up_proj")
+        matrix = partial(declare, role=Role.MATRIX, std=config.initializer_range)
         self.attention_norm = declare((H,), Role.NORM)
-        self.q_proj = declare((q_width, H), Role.MATRIX, std=std)
-        self.k_proj = declare((kv_width, H), Role.MATRIX, std=std)
-        self.v_proj = declare((kv_width, H), Role.MATRIX, std=std)
+        self.q_proj = matrix((q_width, H))
+        self.k_proj = matrix((kv_width, H))
+        self.v_proj = matrix((kv_width, H))
         self.q_norm = declare((D,), Role.NORM)
         self.k_norm = declare((D,), Role.NORM)
-        self.o_proj = declare((H, q_width), Role.MATRIX, std=std)
+        self.o_proj = matrix((H, q_width))
         self.mlp_norm = declare((H,), Role.NORM)
-        self.gate_up = declare((2 * I, H), Role.MATRIX, std=std, parts=parts)
-        self.down_proj = declare((H, I), Role.MATRIX, std=std)
+        self.gate_up = matrix((2 * I, H), parts=("gate_proj", "up_proj"))
+        self.down_proj = matrix((H, I))
 
     def attention(
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
@@ -138,27 +114,17 @@ class Qwen3Layer(nn.Module):
         return linear(swiglu(gate_up), self.down_proj, weight_grads=weight_grads)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """MLP outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
+        """Outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
         return residual + combined
 
 
-def qwen3_tensors(config: Qwen3Config, layer: int) -> list[CanonicalTensor]:
-    """Every tensor of a layer, in order."""
-    H, D = config.hidden_size, config.head_dim
-    Q, KV = config.num_attention_heads * D, config.num_key_value_heads * D
-    shapes = {"q_proj": (Q, H), "k_proj": (KV, H), "v_proj": (KV, H)}
-    shapes |= {"q_norm": (D,), "k_norm": (D,), "o_proj": (H, Q)}
-    plain: dict[str, tuple[str, tuple[int, ...]]] = {
-        "attention_norm": ("input_layernorm", (H,)),
-        **{name: (f"self_attn.{name}", shape) for name, shape in shapes.items()},
-        "mlp_norm": ("post_attention_layernorm", (H,)),
-    }
-    gated = gated_tensors(layer, "", "mlp", config.intermediate_size, H)
-    return layer_tensors(layer, plain) + gated
-
-
-_FIXED_HF_FIELDS = {
-    "model_type": "qwen3",
-    "attention_bias": False,
-    "use_sliding_window": False,
+QWEN3_KEYS = {
+    "attention_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate_proj": "mlp.gate_proj.weight",
+    "up_proj": "mlp.up_proj.weight",
+    "down_proj": "mlp.down_proj.weight",
+    "": "self_attn.",
 }
+"""For `layer_tensors`."""
+_FIXED_HF_FIELDS = {"model_type": "qwen3", "use_sliding_window": False}

@@ -9,12 +9,13 @@ Formulas (Qwen3 technical report, arXiv 2505.09388; x is `[T, H]`, n_* are RMS n
     experts     y = sum over K experts of p_e * Wdown_e (silu(Wgate_e u) * (Wup_e u)),  u = n(h)
     layer       h + y;  a dense layer has one such MLP of width `intermediate_size` and no router
 
-T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are stored as
-one tensor `[E, 2 * I, H]`, gate rows first; checkpoints see two (`parts`).
+T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are one tensor
+`[E, 2 * I, H]`, gate rows first; checkpoints see two (`parts`).
 The trap: `head_dim` need not be `hidden_size / num_attention_heads` (Qwen3-30B-A3B: 128, not 64).
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from pith_engine.context_parallel import context_attention
 from pith_engine.contract import Batch, Role, Routing, declare
@@ -23,72 +24,44 @@ from pith_ops.attention import AttentionBackend
 from pith_ops.grouped_linear import Groups, grouped_linear
 from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
-from pith_ops.rope import Yarn, apply_rope
+from pith_ops.rope import apply_rope
 from pith_ops.routing import router_logits, score_topk
 from pith_ops.swiglu import swiglu
 from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
-from pith_models.hf import CanonicalTensor, gated_tensors, layer_tensors
-from pith_models.hf_config import HfConfigReader, shape_violations, written_hf_fields
+from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig:
-    """A Qwen3-MoE model, under Hugging Face's field names."""
+class Qwen3MoeConfig(DecoderConfig):
+    """A Qwen3-MoE model."""
 
-    vocab_size: int
-    """Rows of embedding and head."""
-    hidden_size: int
-    """Width of the residual stream."""
-    num_hidden_layers: int
-    """Decoder layers."""
-    num_attention_heads: int
-    """Query heads."""
     num_key_value_heads: int
     """Key and value heads; divides the query heads."""
     head_dim: int
     """Width of a head; even."""
-    intermediate_size: int
-    """Width of the MLP in dense layers."""
     moe_intermediate_size: int
     """Width of one expert."""
     num_experts: int
     """Experts of a sparse layer, over all ranks."""
     num_experts_per_tok: int
-    """Top-k: experts of a token."""
+    """Experts of a token (top-k)."""
     norm_topk_prob: bool = True
     """Whether the k chosen probabilities are divided by their sum."""
     mlp_only_layers: tuple[int, ...] = ()
     """Layers (from 0) that are dense whatever `decoder_sparse_step` says."""
     decoder_sparse_step: int = 1
     """Layer i is sparse if `(i + 1) % decoder_sparse_step == 0`."""
-    rope_theta: float = 1_000_000.0
-    """Base of the rotary frequencies."""
-    rope_scaling: Yarn | None = None
-    """YaRN, if any."""
-    rms_norm_eps: float = 1e-6
-    """Added to the mean square in every norm."""
-    initializer_range: float = 0.02
-    """Standard deviation of every initial matrix."""
-    max_position_embeddings: int = 40_960
-    """Longest sequence, in tokens."""
-    tie_word_embeddings: bool = False
-    """Whether the head is the embedding."""
-
-    aligned_sizes = ("hidden_size", "moe_intermediate_size")
-    has_window = False
-    """Not fields: sizes in grouped products, and that no layer slides."""
 
     def violations(self) -> list[str]:
         """What does not fit, a line each."""
-        faults = shape_violations(self, {"num_experts_per_tok": "num_experts"})
-        outside = [i for i in self.mlp_only_layers if not 0 <= i < self.num_hidden_layers]
-        if outside:
+        faults, layers = super().violations(), self.num_hidden_layers
+        if outside := [i for i in self.mlp_only_layers if not 0 <= i < layers]:
             faults.append(
                 f"model.mlp_only_layers = {self.mlp_only_layers}: {outside} are not among layers "
-                f"0 to {self.num_hidden_layers - 1}"
+                f"0 to {layers - 1}"
             )
         return faults
 
@@ -98,19 +71,19 @@ class Qwen3MoeConfig:
 
     @staticmethod
     def from_hf(hf_fields: dict) -> "Qwen3MoeConfig":
-        """Read the fields of a `config.json`; a ValueError names every fault."""
-        neutral = ("sliding_window", "max_window_layers")  # need `use_sliding_window`
-        read = HfConfigReader(hf_fields, "Qwen3-MoE", fixed=_FIXED_HF_FIELDS, neutral=neutral)
+        """Read a `config.json`; a ValueError names every fault."""
         hidden, heads = hf_fields.get("hidden_size"), hf_fields.get("num_attention_heads")
-        default = 2  # `violations` names what is wrong with the others
+        head_dim = 2  # `violations` names what is wrong with the others
         if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-            default = hidden // heads
-        own = {
-            "num_experts": read.required("num_experts", "num_local_experts"),
-            "head_dim": read.optional("head_dim", default),
-            "mlp_only_layers": read.optional("mlp_only_layers", ()),
-        }
-        return read.config(Qwen3MoeConfig, own)
+            head_dim = hidden // heads
+        return config_from_hf(
+            Qwen3MoeConfig,
+            hf_fields,
+            fixed=_FIXED_HF_FIELDS,
+            defaults={"head_dim": head_dim, "mlp_only_layers": ()},
+            neutral=("sliding_window", "max_window_layers"),  # need `use_sliding_window`
+            spellings={"num_experts": ("num_experts", "num_local_experts")},
+        )
 
     def to_hf(self) -> dict:
         """The fields of a `config.json`."""
@@ -125,18 +98,18 @@ class Qwen3MoeAttention(nn.Module):
         self.config, self.backend, self.cp = config, backend, cp
         H, D, std = config.hidden_size, config.head_dim, config.initializer_range
         q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
+        matrix = partial(declare, role=Role.MATRIX, std=std)
         self.norm = declare((H,), Role.NORM)
-        self.q_proj = declare((q_width, H), Role.MATRIX, std=std)
-        self.k_proj = declare((kv_width, H), Role.MATRIX, std=std)
-        self.v_proj = declare((kv_width, H), Role.MATRIX, std=std)
+        self.q_proj = matrix((q_width, H))
+        self.k_proj = matrix((kv_width, H))
+        self.v_proj = matrix((kv_width, H))
         self.q_norm = declare((D,), Role.NORM)
         self.k_norm = declare((D,), Role.NORM)
-        self.o_proj = declare((H, q_width), Role.MATRIX, std=std)
+        self.o_proj = matrix((H, q_width))
 
     def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         """`[T, H]` -> `[T, H]`, the input added."""
-        config = self.config
-        D, eps = config.head_dim, config.rms_norm_eps
+        config, D, eps = self.config, self.config.head_dim, self.config.rms_norm_eps
         normed = rms_norm(hidden, self.norm, eps)
         heads = (normed.shape[0], -1, D)
         # 1. Project, and normalise q and k per head.
@@ -190,7 +163,7 @@ class Qwen3MoeLayer(nn.Module):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order `[P, H]`, dense `[T, H]` -> as many unweighted outputs."""
+        """Rows in expert order, or dense tokens, `[P, H]` -> outputs `[P, H]`."""
         if groups is None:
             gate_up = linear(tokens, self.mlp_gate_up, weight_grads=weight_grads)
             return linear(swiglu(gate_up), self.mlp_down_proj, weight_grads=weight_grads)
@@ -198,32 +171,17 @@ class Qwen3MoeLayer(nn.Module):
         return grouped_linear(swiglu(gate_up), self.experts_down_proj, groups, weight_grads)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Weighted expert sums or MLP outputs, and residual, `[T, H]` -> hidden `[T, H]`."""
+        """Outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
         return residual + combined
 
 
-def qwen3_moe_tensors(config: Qwen3MoeConfig, layer: int) -> list[CanonicalTensor]:
-    """Every tensor of a layer, in order."""
-    H, D, E = config.hidden_size, config.head_dim, config.num_experts
-    Q, KV = config.num_attention_heads * D, config.num_key_value_heads * D
-    shapes = {"q_proj": (Q, H), "k_proj": (KV, H), "v_proj": (KV, H)}
-    shapes |= {"q_norm": (D,), "k_norm": (D,), "o_proj": (H, Q)}
-    plain: dict[str, tuple[str, tuple[int, ...]]] = {
-        "self_attention.norm": ("input_layernorm", (H,)),
-        **{f"self_attention.{n}": (f"self_attn.{n}", shape) for n, shape in shapes.items()},
-        "mlp_norm": ("post_attention_layernorm", (H,)),
-    }
-    if config.is_sparse(layer):
-        plain["router"] = "mlp.gate", (E, H)
-        width = config.moe_intermediate_size
-        gated = gated_tensors(layer, "experts_", "mlp.experts", width, H, E)
-    else:
-        gated = gated_tensors(layer, "mlp_", "mlp", config.intermediate_size, H)
-    return layer_tensors(layer, plain) + gated
-
-
-_FIXED_HF_FIELDS = {
-    "model_type": "qwen3_moe",
-    "attention_bias": False,
-    "use_sliding_window": False,
+QWEN3_MOE_KEYS = {
+    "self_attention.norm": "input_layernorm.weight",
+    "self_attention.": "self_attn.",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "mlp_": "mlp.",
+    "router": "mlp.gate.weight",
+    "experts_": "mlp.experts.{}.",
 }
+"""For `layer_tensors`."""
+_FIXED_HF_FIELDS = {"model_type": "qwen3_moe", "use_sliding_window": False}
