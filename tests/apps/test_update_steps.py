@@ -70,7 +70,7 @@ def three_updates(config: RunConfig, mesh: Mesh) -> tuple[list[float], bool, Blo
     norms = []
     for step in range(3):
         data = replace(config, train=replace(config.train, seed=step))
-        sequences = parity_sequences(data, 8, CPU)
+        sequences = parity_sequences(data, CPU)
         share = 8 // mesh.config.num_batch_ranks
         mine = sequences[mesh.batch_rank * share : (mesh.batch_rank + 1) * share]
         _, norm = step_gradients(trainer, mine)

@@ -221,14 +221,14 @@ def _parity(rest: list[str]) -> int:
     from pith_apps.trainer import joined_group
 
     arguments = _parse_recipe("parity", rest, ParityArguments)
-    config, meshes, variations = parity_plan(arguments, _option_names(rest))
-    least = max(mesh.config.world_size for mesh in meshes)
-    machine = find_machine(config.nproc or least, os.environ)
-    check_parity(config, meshes, arguments.dtype, machine, variations)
+    runs, variations = parity_plan(arguments, _option_names(rest))
+    least = max(run.mesh.world_size for run in runs)
+    machine = find_machine(runs[0].nproc or least, os.environ)
+    check_parity(runs, machine, variations)
     if not is_rank(os.environ) and machine.world_size > 1:
         return _launch(machine.world_size, ["parity", *rest])
-    with joined_group(config) as device:
-        agrees = parity_worker(config, meshes, arguments.dtype, device, variations)
+    with joined_group(runs[0]) as device:
+        agrees = parity_worker(runs, device, variations)
     return 0 if agrees else 1
 
 
