@@ -17,8 +17,9 @@ from pith_apps.parity import (
     PARITY_MESHES,
     ParityResult,
     check_parity,
+    cut_sequences,
+    parity_batch,
     parity_runs,
-    parity_sequences,
     parity_worker,
 )
 from pith_apps.plan import Machine
@@ -338,7 +339,8 @@ def test_weights_that_depend_on_the_rank_differ(gloo_pool: Any) -> None:
 def test_the_batch_is_uneven() -> None:
     runs = parity_runs(tiny(), PARITY_MESHES, "fp64")
     assert {run.train.batch for run in runs} == {8}
-    batches = parity_sequences(runs[0], CPU)
+    whole = parity_batch(runs[0], CPU)
+    batches = [cut_sequences(whole, number, 1) for number in range(8)]
     counts = [int((batch.targets != IGNORED_TARGET).sum()) for batch in batches]
     assert counts == [11, 10, 0, 7, 6, 5, 3, 2]
     assert sum(counts[:4]) != sum(counts[4:])

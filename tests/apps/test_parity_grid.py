@@ -16,8 +16,9 @@ from pith_apps.parity import (
     FULL_GRID,
     VARIATIONS,
     check_parity,
+    cut_sequences,
+    parity_batch,
     parity_runs,
-    parity_sequences,
     parity_worker,
     vary,
     without_experts,
@@ -368,14 +369,18 @@ def test_gradients_that_are_zero_but_for_rounding_agree(gloo_pool: Any) -> None:
 
 def test_the_variations_of_the_batch() -> None:
     device = torch.device("cpu")
-    packed = parity_sequences(tiny(), device, ("packed",))
+    whole = parity_batch(tiny(), device, ("packed",))
+    packed = [cut_sequences(whole, number, 1) for number in range(8)]
+    pair = cut_sequences(whole, 0, 2)
+    assert pair.documents.tolist() == [0, 1, 6, 19, 21, 24, 29, 42, 44, 48]
+    assert pair.tokens.equal(torch.cat([packed[0].tokens, packed[1].tokens]))
     assert packed[0].documents.tolist() == [0, 1, 6, 19, 21, 24]
     assert packed[1].documents.tolist() == [0, 5, 18, 20, 24]
     assert packed[0].positions.tolist()[:8] == [0, 0, 1, 2, 3, 4, 0, 1]
     assert all(b.targets[end - 1] == IGNORED_TARGET for b in packed for end in b.documents[1:])
-    padded = parity_sequences(tiny(), device, ("padding",))
-    assert all((b.targets[12:] == IGNORED_TARGET).all() for b in padded)
-    assert sum(int((b.targets != IGNORED_TARGET).sum()) for b in padded) > 20
+    padded = parity_batch(tiny(), device, ("padding",)).targets.view(8, 24)
+    assert (padded[:, 12:] == IGNORED_TARGET).all()
+    assert int((padded != IGNORED_TARGET).sum()) > 20
 
 
 def test_what_is_no_mesh_or_variation_is_refused() -> None:

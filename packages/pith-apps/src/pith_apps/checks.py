@@ -301,19 +301,23 @@ def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
     return found
 
 
-def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> list[str]:
-    train = ("train.batch", "train.micro_batch", "train.sequence_length")
-    if not _sound(own, "nproc", "mesh", "model.num_experts", "model.num_hidden_layers", *train):
-        return []
-    found = mesh_violations(
+def fit_violations(config: RunConfig, world_size: int) -> list[str]:
+    """What keeps the mesh from training the model on so many processes; `_sound` fields only."""
+    return mesh_violations(
         config.mesh,
-        world_size=machine.world_size,
+        world_size=world_size,
         num_experts=config.model.num_experts,
         num_layers=config.model.num_hidden_layers,
         num_micro_batches=config.num_micro_batches,
         sequence_length=config.train.sequence_length,
     )
-    return found + [
+
+
+def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> list[str]:
+    train = ("train.batch", "train.micro_batch", "train.sequence_length")
+    if not _sound(own, "nproc", "mesh", "model.num_experts", "model.num_hidden_layers", *train):
+        return []
+    return fit_violations(config, machine.world_size) + [
         f"sharding.{name} is True, but mesh.dp 1 has no replicas: allowed from 2; "
         f"set --sharding.no-{name.replace('_', '-')}"
         for name, is_asked in asdict(config.sharding).items()

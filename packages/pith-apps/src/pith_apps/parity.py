@@ -1,22 +1,21 @@
 """The proof that a mesh changes nothing: one step on many meshes against one process.
 
-The same initial weights and global batch go through a training step on each mesh; losses, gradient
-norm and every canonical gradient are compared with a reference: one process, the whole batch at
-once, plain autograd over `plain_hidden`, torch's cross-entropy over full logits. It shares nothing
-of dispatch, schedule, transfers or sharding.
+From the same initial weights a global batch goes through a training step on each mesh, and through
+a reference: one process, the whole batch at once, plain autograd over `plain_hidden`, torch's
+cross-entropy over full logits. It shares nothing of dispatch, schedule, transfers or sharding.
 
     difference of two numbers   |a - b| / |b|
     difference of a gradient    max |a - b| / max(max |b|, 1e-5 max |B|),  b the reference tensor, B
                                 all of them: what should be zero is rounding over rounding
-    a mesh agrees when          its initial weights are bit-equal, every element of every gradient
-                                is held by exactly one rank of each replica, all with the same bits,
-                                and no difference exceeds 1e-10 in fp64, `FP32_LIMITS` in fp32
+    a mesh agrees when          its initial weights are bit-equal, every element of every canonical
+                                gradient is held by exactly one rank of each replica, all with the
+                                same bits, and no difference exceeds 1e-10 (fp32: `FP32_LIMITS`)
 
 The batch is uneven: every sequence ignores another number of targets, one has none, and one repeats
 a single token, which all goes to the same experts. No optimizer runs, since Adam would hide a
 factor; `muon` also compares the updated matrices, relative to their largest movement (its iteration
-multiplies rounding by up to 3.4445^5). Every rank computes the reference and compares its own
-blocks. The trap: in fp32 a top-k tie that rounding breaks differently shows as a large difference.
+multiplies rounding by up to 3.4445^5). The trap: in fp32 a top-k tie that rounding breaks
+differently shows as a large difference.
 """
 
 import math
@@ -33,7 +32,7 @@ from pith_engine.balance import auxiliary_losses, count_choices, load_factors
 from pith_engine.context_parallel import shard_batch
 from pith_engine.contract import IGNORED_TARGET, Batch
 from pith_engine.fsdp import CanonicalBlock, ShardedParameter, canonical_blocks, cut_block
-from pith_engine.mesh import Mesh, MeshConfig, mesh_violations, parse_mesh
+from pith_engine.mesh import Mesh, MeshConfig, parse_mesh
 from pith_engine.muon import Muon
 from pith_engine.plain import plain_hidden
 from pith_engine.runtime import connect_mesh, gather_objects
@@ -43,7 +42,7 @@ from torch.nn.functional import cross_entropy
 from tyro.conf import arg
 
 from pith_apps.arguments import RunArguments
-from pith_apps.checks import step_violations
+from pith_apps.checks import fit_violations, step_violations
 from pith_apps.config import RunConfig
 from pith_apps.plan import Machine
 from pith_apps.trainer import Trainer, build_trainer, step_gradients
@@ -94,14 +93,9 @@ class ParityReference:
     """Their gradients."""
     updated: dict[str, Tensor]
     """With Muon: each matrix after one step."""
-    loss: float
-    """Mean loss of the counted targets, in nats."""
-    balance: float
-    """Balance loss without coefficient, mean over the layers."""
-    norm: float
-    """Norm of all gradients."""
-    num_targets: int
-    """Counted targets of the batch."""
+    numbers: dict[str, float]
+    """`loss`, mean of the counted targets in nats; `balance` without coefficient, mean over the
+    layers; `norm` of all gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,23 +204,14 @@ def check_parity(
     runs: Sequence[RunConfig], machine: Machine, variations: Sequence[str] = ()
 ) -> None:
     """Raise a ValueError that names every violation of every mesh, and of the machine."""
-    faults, length = step_violations(runs[0], machine), runs[0].train.sequence_length
+    faults = step_violations(runs[0], machine)
     if not faults:
-        batch = parity_sequences(runs[0], torch.device("cpu"), variations)
-        if not any(sequence.counted.any() for sequence in batch):
+        if not parity_batch(runs[0], torch.device("cpu"), variations).counted.any():
+            length = runs[0].train.sequence_length
             faults.append(f"train.sequence_length is {length}: no target is left; lengthen it")
-        faults += [
-            f"{_label(run)}: {fault}"
-            for run in runs
-            for fault in mesh_violations(
-                run.mesh,
-                world_size=run.mesh.world_size,
-                num_experts=run.model.num_experts,
-                num_layers=run.model.num_hidden_layers,
-                num_micro_batches=run.num_micro_batches,
-                sequence_length=length,
-            )
-        ]
+        for run in runs:
+            lines = fit_violations(run, run.mesh.world_size)
+            faults += [f"{_label(run)}: {line}" for line in lines]
     least = max(run.mesh.world_size for run in runs)
     if 0 < machine.world_size < least:
         faults.append(f"{machine.world_size} processes run, the largest mesh needs {least}")
@@ -242,20 +227,20 @@ def parity_worker(
     """
     alone = replace(runs[0], mesh=MeshConfig())
     train, is_first = alone.train, torch.distributed.get_rank() == 0
-    sequences = parity_sequences(alone, device, variations)
-    reference = compute_reference(alone, sequences, device)
+    batch = parity_batch(alone, device, variations)
+    reference = compute_reference(alone, batch, device)
     if is_first:
         variations_on = "".join(f" +{name}" for name in variations)
+        loss, balance, norm = (f"{number:.12f}" for number in reference.numbers.values())
         columns = " ".join(f"{name:>8}" for name in FP32_LIMITS)
         print(
             f"parity of {alone.name} in {train.dtype}{variations_on}: one step of {train.batch} "
-            f"sequences of {train.sequence_length}, {reference.num_targets} targets"
+            f"sequences of {train.sequence_length}, {int(batch.counted.sum())} targets"
         )
         if not alone.model.num_experts:
             print("the model has no experts: nothing is balanced, and in a grid dp replaces ep")
         print(
-            f"one process: loss {reference.loss:.12f}, balance {reference.balance:.12f}, "
-            f"gradient norm {reference.norm:.12f}\n"
+            f"one process: loss {loss}, balance {balance}, gradient norm {norm}\n"
             f"{'mesh':<12} weights   {columns}  seconds  verdict  largest gradient difference in",
             flush=True,
         )
@@ -265,7 +250,7 @@ def parity_worker(
         if mesh is None:
             continue
         connect_mesh(mesh, device)
-        result = compare_mesh(run, mesh, sequences, reference, device)
+        result = compare_mesh(run, mesh, batch, reference, device)
         all_agree = all_agree and result.agrees(train.dtype)
         if is_first:
             print(_row(run, result), flush=True)
@@ -274,10 +259,8 @@ def parity_worker(
     return all_agree
 
 
-def parity_sequences(
-    config: RunConfig, device: torch.device, variations: Sequence[str] = ()
-) -> list[Batch]:
-    """The sequences of the global batch, uneven on purpose."""
+def parity_batch(config: RunConfig, device: torch.device, variations: Sequence[str] = ()) -> Batch:
+    """The global batch, uneven on purpose."""
     length, num_sequences = config.train.sequence_length, config.train.batch
     generator = torch.Generator().manual_seed(config.train.seed)
     shape = num_sequences, length + 1
@@ -290,42 +273,52 @@ def parity_sequences(
     if "padding" in variations:
         tokens[:, length // 2 :] = 0
         targets[:, length // 2 :] = IGNORED_TARGET
-    sequences = []
-    for number in range(num_sequences):
-        offsets = torch.tensor([0, length])
-        if "packed" in variations:
+    tokens, targets = tokens.flatten(), targets.flatten()
+    offsets = torch.arange(0, len(tokens) + 1, length)
+    if "packed" in variations:
+        for number, start in enumerate(offsets[:-1]):
             ends = torch.tensor(DOCUMENT_LENGTHS).roll(-number).repeat(length).cumsum(0)
-            offsets = torch.tensor([0, *ends[ends < length].tolist(), length])
-            targets[number, offsets[1:] - 1] = IGNORED_TARGET
-        positions = torch.cat([torch.arange(n) for n in offsets.diff().tolist()])
-        sequences.append(
-            Batch(
-                tokens=tokens[number].to(device),
-                targets=targets[number].to(device),
-                positions=positions.to(device),
-                sequence_length=length,
-                documents=offsets.int().to(device) if "packed" in variations else None,
-            )
-        )
-    return sequences
+            offsets = torch.cat([offsets, start + ends[ends < length]])
+        offsets = offsets.unique()
+        targets[offsets[1:] - 1] = IGNORED_TARGET
+    positions = torch.cat([torch.arange(size) for size in offsets.diff().tolist()])
+    return Batch(
+        tokens=tokens.to(device),
+        targets=targets.to(device),
+        positions=positions.to(device),
+        sequence_length=length,
+        documents=offsets.int().to(device) if "packed" in variations else None,
+    )
 
 
-def compute_reference(
-    config: RunConfig, sequences: list[Batch], device: torch.device
-) -> ParityReference:
+def cut_sequences(batch: Batch, first: int, count: int) -> Batch:
+    """`count` whole sequences of a batch, from number `first` on."""
+    start, stop = first * batch.sequence_length, (first + count) * batch.sequence_length
+    documents = batch.documents
+    if documents is not None:
+        documents = documents[(documents >= start) & (documents <= stop)] - start
+    return replace(
+        batch,
+        tokens=batch.tokens[start:stop],
+        targets=batch.targets[start:stop],
+        positions=batch.positions[start:stop],
+        documents=documents,
+    )
+
+
+def compute_reference(config: RunConfig, batch: Batch, device: torch.device) -> ParityReference:
     """One step of the whole batch in this process, with autograd alone."""
     trainer = _build_uneven(config, Mesh.single(), device)
     trainer.gather()
-    chunks, whole = list(trainer.pipeline.chunks.values()), _joined(sequences)
-    num_targets = int(whole.counted.sum())
-    outputs = list(plain_hidden(chunks, whole))
+    chunks, num_targets = list(trainer.pipeline.chunks.values()), int(batch.counted.sum())
+    outputs = list(plain_hidden(chunks, batch))
     logits = chunks[-1].logits(outputs[-1][0])
-    loss = cross_entropy(logits, whole.targets, ignore_index=IGNORED_TARGET, reduction="sum")
-    method, counted = config.balance.method, whole
+    loss = cross_entropy(logits, batch.targets, ignore_index=IGNORED_TARGET, reduction="sum")
+    method, counted = config.balance.method, batch
     if method == "micro-batch":
         # In the whole batch a micro-batch is what a sequence is to the method `sequence`.
-        length = whole.sequence_length * config.train.micro_batch
-        method, counted = "sequence", replace(whole, sequence_length=length)
+        length = batch.sequence_length * config.train.micro_batch
+        method, counted = "sequence", replace(batch, sequence_length=length)
     routings = {n: routing for n, (_, routing) in enumerate(outputs) if routing is not None}
     total, balance = loss, 0.0
     for layer, routing in routings.items():
@@ -343,31 +336,31 @@ def compute_reference(
         weights=weights,
         gradients=gradients,
         updated={block.name: block.tensor for block in _updated(config, trainer)},
-        loss=loss.item() / num_targets,
-        balance=balance / (num_targets * max(1, len(routings))),
-        norm=math.sqrt(sum(g.double().square().sum().item() for g in gradients.values())),
-        num_targets=num_targets,
+        numbers={
+            "loss": loss.item() / num_targets,
+            "balance": balance / (num_targets * max(1, len(routings))),
+            "norm": math.sqrt(sum(g.double().square().sum().item() for g in gradients.values())),
+        },
     )
 
 
 def compare_mesh(
     config: RunConfig,
     mesh: Mesh,
-    sequences: list[Batch],
+    batch: Batch,
     reference: ParityReference,
     device: torch.device,
 ) -> ParityResult:
     """Run the step on `mesh`, which is that of `config` and all of whose ranks call this."""
     trainer = _build_uneven(config, mesh, device)
     weights = [block for p in trainer.parameters for block in _blocks(p, p.shard)]
-    weights_equal = all(torch.equal(b.tensor, _block_of(reference.weights, b)) for b in weights)
-    per_rank, size = len(sequences) // mesh.config.num_batch_ranks, config.train.micro_batch
-    mine = sequences[mesh.batch_rank * per_rank :][:per_rank]
-    joined = [_joined(mine[first : first + size]) for first in range(0, per_rank, size)]
-    batches = [shard_batch(batch, mesh.cp) for batch in joined]
+    weights_equal = all(_difference(b, reference.weights, 1.0) == 0 for b in weights)
+    per_rank, size = config.train.batch // mesh.config.num_batch_ranks, config.train.micro_batch
+    firsts = range(mesh.batch_rank * per_rank, (mesh.batch_rank + 1) * per_rank, size)
+    batches = [shard_batch(cut_sequences(batch, first, size), mesh.cp) for first in firsts]
     start = time.perf_counter()
     losses, norm = step_gradients(trainer, batches)
-    norm_value = norm.item()
+    ours = {"loss": losses.loss, "balance": losses.balance, "norm": norm.item()}
     seconds = time.perf_counter() - start
 
     scales = {name: _largest(gradient) for name, gradient in reference.gradients.items()}
@@ -394,9 +387,7 @@ def compare_mesh(
         weights_equal=all(equal and first == initial for equal, first, *_ in facts),
         covered=all(sizes[name] == g.numel() for name, g in reference.gradients.items()),
         differences={
-            "loss": _ratio(losses.loss - reference.loss, reference.loss),
-            "balance": _ratio(losses.balance - reference.balance, reference.balance),
-            "norm": _ratio(norm_value - reference.norm, reference.norm),
+            **{name: _ratio(ours[name] - b, b) for name, b in reference.numbers.items()},
             "gradient": gradient,
             "update": max(update for _, _, _, update, _ in facts),
         },
@@ -412,20 +403,6 @@ def _build_uneven(config: RunConfig, mesh: Mesh, device: torch.device) -> Traine
     layers = range(config.model.num_hidden_layers)
     trainer.pipeline.restore_counts({str(n): counts.roll(n).tolist() for n in layers})
     return trainer
-
-
-def _joined(sequences: Sequence[Batch]) -> Batch:
-    """Several sequences, packed or none of them, as one micro-batch."""
-    length = sequences[0].sequence_length
-    offsets = [b.documents + n * length for n, b in enumerate(sequences) if b.documents is not None]
-    return Batch(
-        tokens=torch.cat([batch.tokens for batch in sequences]),
-        targets=torch.cat([batch.targets for batch in sequences]),
-        positions=torch.cat([batch.positions for batch in sequences]),
-        sequence_length=length,
-        # The end of one sequence is the start of the next: an offset that occurs once.
-        documents=torch.cat(offsets).unique() if offsets else None,
-    )
 
 
 def _blocks(parameter: ShardedParameter, tensor: Tensor) -> list[CanonicalBlock]:
@@ -446,16 +423,13 @@ def _digest(tensor: Tensor) -> str:
     return sha256(tensor.cpu().numpy().tobytes()).hexdigest()
 
 
-def _block_of(tensors: dict[str, Tensor], block: CanonicalBlock) -> Tensor:
-    return cut_block(tensors[block.name], block.offsets, block.tensor.shape)
-
-
 def _largest(tensor: Tensor) -> float:
     return tensor.abs().max().item()
 
 
 def _difference(block: CanonicalBlock, tensors: dict[str, Tensor], scale: float) -> float:
-    return _ratio(_largest(block.tensor - _block_of(tensors, block)), scale)
+    theirs = cut_block(tensors[block.name], block.offsets, block.tensor.shape)
+    return _ratio(_largest(block.tensor - theirs), scale)
 
 
 def _ratio(difference: float, scale: float) -> float:
