@@ -62,7 +62,7 @@ class TokenizeArguments:
     text_field: str = "text"
     """Field of a `.jsonl` line that holds the text."""
     workers: int = 1
-    """Processes that encode."""
+    """Batches of documents that are encoded at once, each by all cores."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
