@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pith_engine.balance import auxiliary_losses, count_choices, load_factors
@@ -57,12 +57,15 @@ FULL_GRID = (
 VARIATIONS = ("packed", "padding", "aux", "tied", "recompute", "muon", "hsdp")
 """Several documents in a sequence; half of it padding; balance and z-loss of notable size; tied
 embeddings; attention and experts recomputed; Muon's update; HSDP wherever dp has ranks."""
-VARIED_OPTIONS = (
-    *(("aux", "--balance.coefficient"), ("aux", "--balance.z"), ("tied", "--model.tie")),
-    *(("recompute", "--train.recompute"), ("muon", "--optim.method")),
-    ("hsdp", "--sharding.replicate-dense"),
-)
-"""What each variation sets."""
+VARIED_OPTIONS = {
+    "--balance.coefficient": "aux",
+    "--balance.z": "aux",
+    "--model.tie": "tied",
+    "--train.recompute": "recompute",
+    "--optim.method": "muon",
+    "--sharding.replicate-dense": "hsdp",
+}
+"""Beginnings of options, and the variation that sets each."""
 DOCUMENT_LENGTHS = (1, 5, 13, 2, 7)
 """Of `packed`, over and over from another place in each sequence: odd, and some inside a block."""
 FP32_LIMITS = {"loss": 1e-5, "balance": 1e-5, "norm": 1e-5, "gradient": 1e-4, "update": 1e-3}
@@ -126,7 +129,7 @@ def parity_plan(
     """The runs and variations of a command; a ValueError for `given` options that are not read."""
     variations = tuple(dict.fromkeys(name for name in arguments.variations.split(",") if name))
     replaced = ["--mesh.", "--layers-per-chunk", "--train.dtype", "--train.batch"]
-    replaced += [option for name, option in VARIED_OPTIONS if name in variations]
+    replaced += [option for option, name in VARIED_OPTIONS.items() if name in variations]
     if twice := [name for name in given if name.startswith(tuple(replaced))]:
         raise ValueError(f"{', '.join(twice)}: set by --meshes, --dtype or --with")
     unread = ("--lr.", "--start.", "--evaluation.", "--checkpoint.", "--log.")
@@ -136,9 +139,8 @@ def parity_plan(
     if arguments.meshes and arguments.grid == "full":
         raise ValueError("--meshes beside --grid full: give one of them")
     labels = FULL_GRID if arguments.grid == "full" else PARITY_MESHES
-    if not arguments.config.model.num_experts:
-        labels = without_experts(labels)
-    labels = arguments.meshes or labels
+    grid = labels if arguments.config.model.num_experts else without_experts(labels)
+    labels = arguments.meshes or grid
     return parity_runs(arguments.config, labels, arguments.dtype, variations), variations
 
 
@@ -178,25 +180,23 @@ def parity_runs(
 
 
 def vary(config: RunConfig, variations: Sequence[str]) -> RunConfig:
-    """The run with `variations` on; those of the batch act in `parity_sequences`."""
-    unknown = sorted(set(variations) - set(VARIATIONS))
-    if unknown:
+    """The run with `variations` on; those of the batch act in `parity_batch`."""
+    if unknown := sorted(set(variations) - set(VARIATIONS)):
         raise ValueError(f"--with {','.join(unknown)}: allowed are {', '.join(VARIATIONS)}")
-    if "aux" in variations:
-        if not config.model.num_experts:
-            raise ValueError("--with aux: the model has no experts to balance; leave it out")
-        balance = replace(config.balance, coefficient=0.5, z_coefficient=0.05)
-        if balance.method in ("none", "bias"):
-            balance = replace(balance, method="sequence")
-        config = replace(config, balance=balance)
-    if "tied" in variations:
-        config = replace(config, model=replace(config.model, tie_word_embeddings=True))
-    if "recompute" in variations:
-        config = replace(config, train=replace(config.train, recompute="attention+experts"))
-    if "muon" in variations:
-        config = replace(config, optim=replace(config.optim, method="muon"))
-    if "hsdp" in variations:
-        config = replace(config, sharding=replace(config.sharding, replicate_dense=True))
+    if "aux" in variations and not config.model.num_experts:
+        raise ValueError("--with aux: the model has no experts to balance; leave it out")
+    balance = replace(config.balance, coefficient=0.5, z_coefficient=0.05)
+    if balance.method in ("none", "bias"):
+        balance = replace(balance, method="sequence")
+    changes: dict[str, dict[str, Any]] = {
+        "aux": {"balance": balance},
+        "tied": {"model": replace(config.model, tie_word_embeddings=True)},
+        "recompute": {"train": replace(config.train, recompute="attention+experts")},
+        "muon": {"optim": replace(config.optim, method="muon")},
+        "hsdp": {"sharding": replace(config.sharding, replicate_dense=True)},
+    }
+    for name in variations:
+        config = replace(config, **changes.get(name, {}))
     return config
 
 
@@ -228,7 +228,7 @@ def parity_worker(
     alone = replace(runs[0], mesh=MeshConfig())
     train, is_first = alone.train, torch.distributed.get_rank() == 0
     batch = parity_batch(alone, device, variations)
-    reference = compute_reference(alone, batch, device)
+    reference = compute_reference(alone, batch)
     if is_first:
         variations_on = "".join(f" +{name}" for name in variations)
         loss, balance, norm = (f"{number:.12f}" for number in reference.numbers.values())
@@ -250,7 +250,7 @@ def parity_worker(
         if mesh is None:
             continue
         connect_mesh(mesh, device)
-        result = compare_mesh(run, mesh, batch, reference, device)
+        result = compare_mesh(run, mesh, batch, reference)
         all_agree = all_agree and result.agrees(train.dtype)
         if is_first:
             print(_row(run, result), flush=True)
@@ -263,8 +263,8 @@ def parity_batch(config: RunConfig, device: torch.device, variations: Sequence[s
     """The global batch, uneven on purpose."""
     length, num_sequences = config.train.sequence_length, config.train.batch
     generator = torch.Generator().manual_seed(config.train.seed)
-    shape = num_sequences, length + 1
-    rows = torch.randint(config.model.vocab_size, shape, generator=generator)
+    shape, vocab_size = (num_sequences, length + 1), config.model.vocab_size
+    rows = torch.randint(vocab_size, shape, generator=generator)
     rows[1] = rows[1, 0]
     tokens, targets = rows[:, :-1].clone(), rows[:, 1:].clone()
     for number, row in enumerate(targets):
@@ -306,9 +306,9 @@ def cut_sequences(batch: Batch, first: int, count: int) -> Batch:
     )
 
 
-def compute_reference(config: RunConfig, batch: Batch, device: torch.device) -> ParityReference:
+def compute_reference(config: RunConfig, batch: Batch) -> ParityReference:
     """One step of the whole batch in this process, with autograd alone."""
-    trainer = _build_uneven(config, Mesh.single(), device)
+    trainer = _build_uneven(config, Mesh.single(), batch.tokens.device)
     trainer.gather()
     chunks, num_targets = list(trainer.pipeline.chunks.values()), int(batch.counted.sum())
     outputs = list(plain_hidden(chunks, batch))
@@ -345,14 +345,10 @@ def compute_reference(config: RunConfig, batch: Batch, device: torch.device) -> 
 
 
 def compare_mesh(
-    config: RunConfig,
-    mesh: Mesh,
-    batch: Batch,
-    reference: ParityReference,
-    device: torch.device,
+    config: RunConfig, mesh: Mesh, batch: Batch, reference: ParityReference
 ) -> ParityResult:
     """Run the step on `mesh`, which is that of `config` and all of whose ranks call this."""
-    trainer = _build_uneven(config, mesh, device)
+    trainer = _build_uneven(config, mesh, batch.tokens.device)
     weights = [block for p in trainer.parameters for block in _blocks(p, p.shard)]
     weights_equal = all(_difference(b, reference.weights, 1.0) == 0 for b in weights)
     per_rank, size = config.train.batch // mesh.config.num_batch_ranks, config.train.micro_batch
@@ -367,31 +363,29 @@ def compare_mesh(
     least = 1e-5 * max(scales.values())
     differences, places, moved = [(0.0, "")], [], [0.0]
     for parameter in trainer.parameters:
-        for block in _blocks(parameter, parameter.grad):
-            name, tensor = block.name, block.tensor
-            difference = _difference(block, reference.gradients, max(scales[name], least))
-            differences.append((difference, name))
-            num_replicas, digest = parameter.replicas.size, _digest(tensor)
-            places.append((name, block.offsets, tensor.numel(), num_replicas, digest))
+        for b in _blocks(parameter, parameter.grad):
+            scale = max(scales[b.name], least)
+            differences.append((_difference(b, reference.gradients, scale), b.name))
+            size, num_replicas = b.tensor.numel(), parameter.replicas.size
+            places.append((b.name, b.offsets, size, num_replicas, _digest(b.tensor)))
     for block in _updated(config, trainer):
         movement = reference.updated[block.name] - reference.weights[block.name]
         moved.append(_difference(block, reference.updated, _largest(movement)))
     initial = [_digest(weight) for weight in reference.weights.values()]
-    fact = weights_equal, initial, max(differences), max(moved), places
-    facts = gather_objects(fact, mesh.world)
-    held, sizes = Counter(place for *_, places in facts for place in places), Counter[str]()
-    for (name, _, size, num_replicas, _), num_ranks in held.items():
+    fact = weights_equal, initial, places, max(differences), max(moved)
+    equal, initials, held, worst, moves = zip(*gather_objects(fact, mesh.world), strict=True)
+    num_held, sizes = Counter(place for places in held for place in places), Counter[str]()
+    for (name, _, size, num_replicas, _), num_ranks in num_held.items():
         sizes[name] += size if num_ranks == num_replicas else 0
-    gradient, worst = max(difference for _, _, difference, *_ in facts)
     return ParityResult(
-        weights_equal=all(equal and first == initial for equal, first, *_ in facts),
+        weights_equal=all(equal) and all(first == initial for first in initials),
         covered=all(sizes[name] == g.numel() for name, g in reference.gradients.items()),
         differences={
             **{name: _ratio(ours[name] - b, b) for name, b in reference.numbers.items()},
-            "gradient": gradient,
-            "update": max(update for _, _, _, update, _ in facts),
+            "gradient": max(worst)[0],
+            "update": max(moves),
         },
-        worst=worst,
+        worst=max(worst)[1],
         seconds=seconds,
     )
 
