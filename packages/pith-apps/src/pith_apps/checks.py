@@ -1,7 +1,7 @@
 """Every reason why a run cannot start, found before anything is touched.
 
-`violations` reports all at once: field path, value, what is allowed, a fix. A field is checked by
-its dataclass, or by `_range_violations` for those of `config.py`; relations stand here.
+A field is checked by its dataclass, those of `config.py` by `_range_violations`; relations stand
+here.
 
 The trap: a relation of values out of range makes no sense (a remainder of zero): `_sound` says
 whether its fields are in order.
@@ -94,8 +94,7 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
 
 def check_values(config: RunConfig) -> None:
     """As `check_run`, for commands that run no step."""
-    found = own_violations(config)
-    raise_violations(found, f"{len(found)} reason(s) why {config.name!r} describes no run")
+    raise_violations(own_violations(config), f"{config.name!r} describes no run")
 
 
 def own_violations(config: RunConfig) -> list[str]:
@@ -291,7 +290,7 @@ def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
 
 
 def fit_violations(config: RunConfig, world_size: int) -> list[str]:
-    """What keeps the mesh from training the model on so many processes; `_sound` fields only."""
+    """Why so many processes cannot train the model on the mesh, whose fields are sound."""
     return mesh_violations(
         config.mesh,
         world_size=world_size,

@@ -107,7 +107,7 @@ class Corpus:
         documents = _open_array(folder / "documents.npy", "int64", meta.num_documents + 1)
         if documents[0] != 0 or documents[-1] != meta.num_tokens:
             raise ValueError(
-                f"corpus {folder}: documents.npy spans {documents[0]}..{documents[-1]}, expected "
+                f"corpus {folder}: documents.npy spans {documents[0]}..{documents[-1]}, not "
                 f"0..{meta.num_tokens}; tokenize again"
             )
         return Corpus(tokens=tokens, documents=documents, meta=meta)
@@ -201,10 +201,7 @@ def prepare_standard_library(
     vocab_size: int = STANDARD_LIBRARY_VOCABULARY,
     max_bytes: int = 5_000_000,
 ) -> None:
-    """Make `folder/{tokenizer,training,held_out}` where missing, training from `max_bytes` at most.
-
-    Several runs may do so at once, with the same bytes.
-    """
+    """Make what is missing of `folder/{tokenizer,training,held_out}`, also beside another run."""
     training, held_out = standard_library_files()
     training = _spread(training, max_bytes)
     for name, files in {"tokenizer": training, "training": training, "held_out": held_out}.items():
@@ -313,7 +310,7 @@ def unigram_entropy(tokens: numpy.ndarray) -> float:
 
 
 def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
-    """Every document, line ends as in the file; a ValueError names the line."""
+    """Every document, line ends as in the file."""
     for path in tqdm(files, desc="documents", unit="file", disable=None, leave=False):
         try:
             if path.suffix != ".jsonl":
@@ -340,8 +337,8 @@ def _text_of_line(line: str, text_field: str, where: str) -> str:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if isinstance(record, dict) and isinstance(text := record.get(text_field), str):
         return text
-    fields = sorted(record) if isinstance(record, dict) else type(record).__name__
-    raise ValueError(f"{where} has no text in field {text_field!r}; it has {fields}")
+    found = sorted(record) if isinstance(record, dict) else type(record).__name__
+    raise ValueError(f"{where} has no text in field {text_field!r}; it has {found}")
 
 
 def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
@@ -365,9 +362,7 @@ def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
 
 @contextmanager
 def _new_folder(output: Path) -> Generator[Path]:
-    """A temporary folder that becomes `output` if the body succeeds."""
-    if output.exists():
-        raise ValueError(f"{output} exists: remove it or name another folder")
+    """A temporary folder that becomes `output`, which is not there, if the body succeeds."""
     existing = next(parent for parent in output.absolute().parents if parent.exists())
     temporary = existing / f".{output.name}.{os.getpid()}.tmp"
     try:

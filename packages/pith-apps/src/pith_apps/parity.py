@@ -65,7 +65,7 @@ VARIED_OPTIONS = {
     "--optim.method": "muon",
     "--sharding.replicate-dense": "hsdp",
 }
-"""Beginnings of options, and the variation that sets each."""
+"""Beginning of an option -> the variation that sets it."""
 DOCUMENT_LENGTHS = (1, 5, 13, 2, 7)
 """Of `packed`, over and over from another place in each sequence: odd, and some inside a block."""
 FP32_LIMITS = {"loss": 1e-5, "balance": 1e-5, "norm": 1e-5, "gradient": 1e-4, "update": 1e-3}
@@ -160,10 +160,9 @@ def parity_runs(
     dtype: Literal["fp64", "fp32"],
     variations: Sequence[str] = (),
 ) -> list[RunConfig]:
-    """The varied run on each mesh, such as `pp2-ep2` or `hsdp-dp2-ep2`, with one global batch.
+    """The varied run on each mesh, such as `hsdp-dp2-ep2`, with one global batch.
 
-    At least 8 sequences, in `2 * pp` micro-batches or more on a batch rank of every mesh. A
-    ValueError for what is no mesh.
+    It has at least 8 sequences, and `2 * pp` micro-batches on a batch rank of every mesh.
     """
     varied, runs = vary(config, variations), list[RunConfig]()
     for label in labels:
@@ -221,9 +220,9 @@ def check_parity(
 def parity_worker(
     runs: Sequence[RunConfig], device: torch.device, variations: Sequence[str] = ()
 ) -> bool:
-    """Compare every run with one process; rank 0 prints the table; whether all meshes agree.
+    """Compare every run with one process, print the table, return whether all meshes agree.
 
-    Every rank of the default process group calls it; those beyond a mesh skip that mesh.
+    Every rank of the default process group calls it.
     """
     alone = replace(runs[0], mesh=MeshConfig())
     train, is_first = alone.train, torch.distributed.get_rank() == 0
