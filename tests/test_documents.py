@@ -180,8 +180,10 @@ def test_options_are_declared():
         texts = [*document.spans(), *((f.line, f.text) for f in document.fences)]
         for line, text in texts:
             for option in re.findall(r"(?<![\w-])--([a-z][\w.-]*)", text):
-                if set(re.split(r"[.-]", option.rstrip("."))) - known_words() - TOOL_OPTIONS:
-                    unknown.append(f"{document.name}:{line}: --{option}")
+                for part in option.rstrip(".").split("."):
+                    field, words = part.replace("-", "_"), set(part.split("-"))
+                    if field not in known_words() and words - known_words() - TOOL_OPTIONS:
+                        unknown.append(f"{document.name}:{line}: --{option}")
     assert not unknown, "\n".join(unknown)
 
 

@@ -153,7 +153,10 @@ def test_bad_inputs_are_named_together_and_leave_nothing(tmp_path: Path, tokeniz
     out = tmp_path / "out"
     before = sorted(tmp_path.iterdir())
     for names, match in [
-        (["gone.py", "table.csv"], r"(?s)gone.py: no such file.*table.csv: suffix '.csv'"),
+        (
+            ["gone.py", "table.csv"],
+            r"(?s)gone.py: no such file.*table.csv: give a file of .py, .txt",
+        ),
         (["empty.txt"], "no document with any text"),
         (["latin.txt"], "latin.txt is not UTF-8"),
         (["bad.jsonl"], r"bad.jsonl:2 has no text in field 'text'; it has \['content'\]"),

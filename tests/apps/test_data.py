@@ -152,7 +152,7 @@ def test_too_little_data_and_uneven_batches_are_refused() -> None:
     training_data(np.arange(8 * 4 + 1))
     assert "0 samples" in too_few_samples(0, 8, 4)
     for kind in ("training", "held out"):
-        with pytest.raises(ValueError, match=r"batch 6 .* train.micro_batch 1 x 4 batch ranks"):
+        with pytest.raises(AssertionError, match="mesh_violations refuses such a batch"):
             if kind == "training":
                 training_data(np.arange(1000), meshes(ep=2, dp=2)[0], batch=6)
             else:
@@ -207,8 +207,6 @@ def test_limited_held_out_data_is_spread_evenly() -> None:
     real = [batch for batch in batches if (batch.targets != IGNORED_TARGET).any()]
     assert [int(batch.tokens[0]) // 8 for batch in real] == list(range(0, 100, 10))
     assert len(batches) == 16
-    with pytest.raises(ValueError, match="no target"):
-        held_out(np.arange(1), Mesh.single())
 
 
 def test_cp_ranks_share_the_samples_of_a_step_and_cut_them_after_the_shift() -> None:

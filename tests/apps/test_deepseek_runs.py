@@ -2,13 +2,14 @@
 
 import contextlib
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from mesh_round_trip import load_and_save, loss_on
 from pith_apps.convert import export_checkpoint, import_checkpoint
-from pith_apps.parity import VARIATIONS, parity_sequences, parity_worker, parse_parity_mesh, vary
+from pith_apps.parity import VARIATIONS, cut_sequences, parity_batch, parity_runs, parity_worker
 from pith_apps.recipes.load import load_recipe
 from pith_apps.recipes.released import deepseek_v2_lite, deepseek_v3, tiny_form
 from pith_apps.trainer import build_trainer, step_gradients
@@ -39,10 +40,9 @@ def test_recipes_are_the_released_models():
 
 def parity(recipe: str, labels: tuple[str, ...], variations: tuple[str, ...]) -> tuple[bool, str]:
     """Runs in every worker: the verdict and what was printed."""
-    meshes, output = tuple(parse_parity_mesh(label) for label in labels), io.StringIO()
+    runs, output = parity_runs(load_recipe(recipe), labels, "fp64", variations), io.StringIO()
     with contextlib.redirect_stdout(output):
-        config = vary(load_recipe(recipe), variations)
-        agree = parity_worker(config, meshes, "fp64", torch.device("cpu"), variations)
+        agree = parity_worker(runs, torch.device("cpu"), variations)
     return agree, output.getvalue()
 
 
@@ -145,8 +145,9 @@ def test_the_bias_follows_the_load_and_is_exported(tmp_path: Path):
     trainer = build_trainer(config, mesh, torch.device("cpu"))
     optimizer = AdamW(trainer.parameters, OptimizerConfig())
     expected = {layer: torch.zeros(8) for layer in (1, 2, 3)}
+    whole = parity_batch(replace(config, train=replace(config.train, batch=8)), torch.device("cpu"))
+    batches = [cut_sequences(whole, number, 1) for number in range(8)]
     for _ in range(2):
-        batches = parity_sequences(config, 8, torch.device("cpu"))
         step_gradients(trainer, batches)
         counts = trainer.pipeline.expert_counts
         assert counts.keys() == expected.keys()

@@ -14,7 +14,7 @@ from pith_apps.cli import main
 from pith_apps.config import RunConfig, config_record
 from pith_apps.convert import import_checkpoint
 from pith_apps.corpus import tokenize_files, train_tokenizer
-from pith_apps.parity import FULL_GRID, PARITY_MESHES, parse_parity_mesh, vary, without_experts
+from pith_apps.parity import FULL_GRID, PARITY_MESHES, parity_runs, vary, without_experts
 from pith_apps.plan import Machine, describe_run
 from pith_apps.recipes.load import load_recipe
 from pith_apps.recipes.released import qwen3_8b, qwen3_30b_a3b, tiny_form
@@ -166,8 +166,8 @@ def test_parity_puts_dp_in_place_of_ep(capsys: pytest.CaptureFixture[str]):
     full = without_experts(FULL_GRID)
     assert len(set(full)) == len(full) and not any("ep" in label for label in full)
     assert {"hsdp-dp4", "pp2-dp2-cp2", "cp4"} < set(full)
-    sizes = [parse_parity_mesh(label).config.world_size for label in full]
-    assert max(sizes) == 8
+    runs = parity_runs(qwen3_8b_tiny(), full, "fp64")
+    assert max(run.mesh.world_size for run in runs) == 8
     with pytest.raises(ValueError, match="--with aux: the model has no experts to balance"):
         vary(tiny_form(qwen3_8b()), ("packed", "aux"))
     assert main(["parity", "qwen3-8b-tiny", "--meshes", "dp2-ep2", "ep4"]) == 2

@@ -16,7 +16,7 @@ import torch
 from mesh_round_trip import load_and_save
 from pith_apps.checks import violations
 from pith_apps.convert import export_checkpoint, import_checkpoint
-from pith_apps.parity import parity_worker, parse_parity_mesh, vary
+from pith_apps.parity import parity_runs, parity_worker
 from pith_apps.plan import Machine
 from pith_apps.recipes.released import gpt_oss_20b, gpt_oss_120b, tiny_form
 from pith_engine.balance import BalanceConfig
@@ -41,12 +41,12 @@ def parity(labels: tuple[str, ...], variations: tuple[str, ...], broken: str) ->
 
         fault = patch("pith_models.gpt_oss.context_attention", wrong)
     output = io.StringIO()
-    meshes = tuple(parse_parity_mesh(label) for label in labels)
-    config = vary(tiny_form(gpt_oss_20b()), variations)
+    config = tiny_form(gpt_oss_20b())
     # With cp4 a block has 4 tokens, so that a window of 8 reaches over the block before it.
     config = replace(config, train=replace(config.train, sequence_length=32))
+    runs = parity_runs(config, labels, "fp64", variations)
     with contextlib.redirect_stdout(output), fault:
-        agree = parity_worker(config, meshes, "fp64", torch.device("cpu"), variations)
+        agree = parity_worker(runs, torch.device("cpu"), variations)
     return agree, output.getvalue()
 
 

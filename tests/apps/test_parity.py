@@ -17,10 +17,10 @@ from pith_apps.parity import (
     PARITY_MESHES,
     ParityResult,
     check_parity,
-    num_parity_sequences,
-    parity_sequences,
+    cut_sequences,
+    parity_batch,
+    parity_runs,
     parity_worker,
-    parse_parity_mesh,
 )
 from pith_apps.plan import Machine
 from pith_engine.balance import BalanceConfig
@@ -49,10 +49,9 @@ def parity(
     config: RunConfig | None = None,
 ) -> tuple[bool, str]:
     """Runs in every worker: the verdict and what was printed."""
-    meshes = tuple(parse_parity_mesh(label) for label in labels)
-    output = io.StringIO()
+    runs, output = parity_runs(config or tiny(), labels, dtype), io.StringIO()
     with contextlib.redirect_stdout(output), BREAKS[broken]() if broken else no_break():
-        agree = parity_worker(config or tiny(), meshes, dtype, CPU)
+        agree = parity_worker(runs, CPU)
     return agree, output.getvalue()
 
 
@@ -203,8 +202,8 @@ BREAKS: dict[str, Callable[[], AbstractContextManager]] = {
 
 
 def rows(table: str) -> dict[str, str]:
-    """Lines of the table by mesh."""
-    first_words = {line.split()[0]: line for line in table.splitlines()}
+    """Lines of the table by mesh, replicated or not."""
+    first_words = {line.split()[0].removeprefix("hsdp-"): line for line in table.splitlines()}
     return {label: first_words[label] for label in PARITY_MESHES if label in first_words}
 
 
@@ -230,9 +229,9 @@ def test_all_meshes_agree(gloo_pool: Any, dtype: str, limit: float) -> None:
 
 def parity_with(labels: tuple[str, ...], balance: BalanceConfig) -> tuple[bool, str]:
     """Runs in every worker, in float64: as `parity`, with this balancing."""
-    meshes, output = tuple(parse_parity_mesh(label) for label in labels), io.StringIO()
+    runs, output = parity_runs(tiny(balance=balance), labels, "fp64"), io.StringIO()
     with contextlib.redirect_stdout(output):
-        agree = parity_worker(tiny(balance=balance), meshes, "fp64", CPU)
+        agree = parity_worker(runs, CPU)
     return agree, output.getvalue()
 
 
@@ -338,9 +337,10 @@ def test_weights_that_depend_on_the_rank_differ(gloo_pool: Any) -> None:
 
 
 def test_the_batch_is_uneven() -> None:
-    meshes = tuple(parse_parity_mesh(label) for label in PARITY_MESHES)
-    assert num_parity_sequences(tiny(), meshes) == 8
-    batches = parity_sequences(tiny(), 8, CPU)
+    runs = parity_runs(tiny(), PARITY_MESHES, "fp64")
+    assert {run.train.batch for run in runs} == {8}
+    whole = parity_batch(runs[0], CPU)
+    batches = [cut_sequences(whole, number, 1) for number in range(8)]
     counts = [int((batch.targets != IGNORED_TARGET).sum()) for batch in batches]
     assert counts == [11, 10, 0, 7, 6, 5, 3, 2]
     assert sum(counts[:4]) != sum(counts[4:])
@@ -350,9 +350,9 @@ def test_the_batch_is_uneven() -> None:
 def test_verdicts() -> None:
     def result(**changes: Any) -> ParityResult:
         names = ("loss", "balance", "norm", "gradient", "update")
-        numbers = {**dict.fromkeys(names, 0.0), **changes}
-        facts = {"weights_equal": True, "covered": True, "worst": "head"}
-        return ParityResult(**{**facts, "seconds": 1.0, **numbers})
+        numbers = {name: changes.pop(name, 0.0) for name in names}
+        facts = {"weights_equal": True, "covered": True, "worst": "head", **changes}
+        return ParityResult(**facts, seconds=1.0, differences=numbers)
 
     assert result().agrees("fp64")
     for name in ("loss", "balance", "norm", "gradient", "update"):
@@ -369,9 +369,6 @@ def test_verdicts() -> None:
 
 def test_meshes_that_cannot_run_are_refused_together() -> None:
     here = Machine(world_size=4, processes_here=4, num_gpus=0)
-    check_parity(tiny(), tuple(parse_parity_mesh(label) for label in PARITY_MESHES), "fp64", here)
-    too_large = (parse_parity_mesh("pp4"), parse_parity_mesh("ep3"))
+    check_parity(parity_runs(tiny(), PARITY_MESHES, "fp64"), here)
     with pytest.raises(ValueError, match=r"(?s)pp4: mesh.pp = 4 .*ep3: mesh.ep = 3"):
-        check_parity(tiny(), too_large, "fp64", here)
-    with pytest.raises(ValueError, match="no mesh is named"):
-        check_parity(tiny(), (), "fp64", here)
+        check_parity(parity_runs(tiny(), ("pp4", "ep3"), "fp64"), here)

@@ -16,9 +16,10 @@ from pith_apps.parity import (
     FULL_GRID,
     VARIATIONS,
     check_parity,
-    parity_sequences,
+    cut_sequences,
+    parity_batch,
+    parity_runs,
     parity_worker,
-    parse_parity_mesh,
     vary,
     without_experts,
 )
@@ -27,7 +28,7 @@ from pith_engine.balance import BalanceConfig, auxiliary_losses, load_factors
 from pith_engine.context_parallel import shard_batch
 from pith_engine.contract import IGNORED_TARGET
 from pith_engine.gradients import count_targets
-from pith_engine.mesh import Mesh
+from pith_engine.mesh import Mesh, MeshConfig
 from pith_engine.stages import ChunkPass
 from pith_ops.attention import attention_backward, attention_forward
 from tiny_run import tiny_dense_run, tiny_run
@@ -50,14 +51,13 @@ def parity(
     micro_batch: int = 1,
 ) -> tuple[bool, str]:
     """Runs in every worker: the verdict and what was printed."""
-    meshes = tuple(parse_parity_mesh(label) for label in labels)
-    config = vary(tiny(), variations)
+    config = tiny()
     config = replace(config, train=replace(config.train, micro_batch=micro_batch))
     config = replace(config, balance=balance or config.balance)
-    output = io.StringIO()
+    runs, output = parity_runs(config, labels, dtype, variations), io.StringIO()
     fault = BREAKS[broken]() if broken else contextlib.nullcontext()
     with contextlib.redirect_stdout(output), fault:
-        agree = parity_worker(config, meshes, dtype, torch.device("cpu"), variations)
+        agree = parity_worker(runs, torch.device("cpu"), variations)
     return agree, output.getvalue()
 
 
@@ -281,10 +281,10 @@ def test_each_variation_agrees_alone_and_changes_something(gloo_pool: Any, varia
 
 def dense_parity(labels: tuple[str, ...], variations: tuple[str, ...]) -> tuple[bool, str]:
     """Runs in every worker: as `parity`, of a model without experts."""
-    config = vary(tiny_dense_run(num_layers=4, sequence_length=24), variations)
-    meshes, output = tuple(parse_parity_mesh(label) for label in labels), io.StringIO()
+    config, output = tiny_dense_run(num_layers=4, sequence_length=24), io.StringIO()
+    runs = parity_runs(config, labels, "fp64", variations)
     with contextlib.redirect_stdout(output):
-        agree = parity_worker(config, meshes, "fp64", torch.device("cpu"), variations)
+        agree = parity_worker(runs, torch.device("cpu"), variations)
     return agree, output.getvalue()
 
 
@@ -358,10 +358,9 @@ def test_a_broken_factor_group_or_mask_shows(
 
 def parity_of_single_tokens(labels: tuple[str, ...]) -> bool:
     """Runs in every worker: documents of one token, whose softmax is constant."""
-    config = replace(tiny(sequence_length=1), layers_per_chunk=None)
-    meshes = tuple(parse_parity_mesh(label) for label in labels)
+    runs = parity_runs(tiny(sequence_length=1), labels, "fp64")
     with contextlib.redirect_stdout(io.StringIO()):
-        return parity_worker(config, meshes, "fp64", torch.device("cpu"))
+        return parity_worker(runs, torch.device("cpu"))
 
 
 def test_gradients_that_are_zero_but_for_rounding_agree(gloo_pool: Any) -> None:
@@ -370,27 +369,32 @@ def test_gradients_that_are_zero_but_for_rounding_agree(gloo_pool: Any) -> None:
 
 def test_the_variations_of_the_batch() -> None:
     device = torch.device("cpu")
-    packed = parity_sequences(tiny(), 8, device, ("packed",))
+    whole = parity_batch(tiny(), device, ("packed",))
+    packed = [cut_sequences(whole, number, 1) for number in range(8)]
+    pair = cut_sequences(whole, 0, 2)
+    assert pair.documents.tolist() == [0, 1, 6, 19, 21, 24, 29, 42, 44, 48]
+    assert pair.tokens.equal(torch.cat([packed[0].tokens, packed[1].tokens]))
     assert packed[0].documents.tolist() == [0, 1, 6, 19, 21, 24]
     assert packed[1].documents.tolist() == [0, 5, 18, 20, 24]
     assert packed[0].positions.tolist()[:8] == [0, 0, 1, 2, 3, 4, 0, 1]
     assert all(b.targets[end - 1] == IGNORED_TARGET for b in packed for end in b.documents[1:])
-    padded = parity_sequences(tiny(), 8, device, ("padding",))
-    assert all((b.targets[12:] == IGNORED_TARGET).all() for b in padded)
-    assert sum(int((b.targets != IGNORED_TARGET).sum()) for b in padded) > 20
+    padded = parity_batch(tiny(), device, ("padding",)).targets.view(8, 24)
+    assert (padded[:, 12:] == IGNORED_TARGET).all()
+    assert int((padded != IGNORED_TARGET).sum()) > 20
 
 
 def test_what_is_no_mesh_or_variation_is_refused() -> None:
     with pytest.raises(ValueError, match="--with magic: allowed are packed, padding"):
         vary(tiny(), ("packed", "magic"))
     with pytest.raises(ValueError, match="'hsdp-ep2': hsdp replicates over dp"):
-        parse_parity_mesh("hsdp-ep2")
-    assert parse_parity_mesh("hsdp-dp2-ep2").label == "hsdp-dp2-ep2"
+        parity_runs(tiny(), ("hsdp-ep2",), "fp64")
+    plain, replicated = parity_runs(tiny(), ("dp2-ep2", "hsdp-dp2-ep2"), "fp64")
+    assert plain.mesh == replicated.mesh == MeshConfig(dp=2, ep=2)
+    assert not plain.sharding.replicate_dense and replicated.sharding.replicate_dense
 
 
 def test_lengths_that_a_mesh_cannot_cut_are_refused_together() -> None:
     here = Machine(world_size=4, processes_here=4, num_gpus=0)
-    meshes = tuple(parse_parity_mesh(label) for label in MESHES)
-    check_parity(tiny(), meshes, "fp64", here)
+    check_parity(parity_runs(tiny(), MESHES, "fp64"), here)
     with pytest.raises(ValueError, match=r"(?s)cp4: .* 16, 24\n.*cp2: mesh.cp = 2 .* 20, 24"):
-        check_parity(tiny(sequence_length=22), meshes, "fp64", here)
+        check_parity(parity_runs(tiny(sequence_length=22), MESHES, "fp64"), here)

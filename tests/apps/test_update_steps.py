@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 from pith_apps.config import RunConfig, TrainConfig
-from pith_apps.parity import parity_sequences
+from pith_apps.parity import cut_sequences, parity_batch
 from pith_apps.trainer import build_trainer, step_gradients
 from pith_engine.fsdp import ShardingConfig, canonical_blocks
 from pith_engine.gradients import clip_gradients
@@ -70,9 +70,9 @@ def three_updates(config: RunConfig, mesh: Mesh) -> tuple[list[float], bool, Blo
     norms = []
     for step in range(3):
         data = replace(config, train=replace(config.train, seed=step))
-        sequences = parity_sequences(data, 8, CPU)
-        share = 8 // mesh.config.num_batch_ranks
-        mine = sequences[mesh.batch_rank * share : (mesh.batch_rank + 1) * share]
+        whole, share = parity_batch(data, CPU), 8 // mesh.config.num_batch_ranks
+        first = mesh.batch_rank * share
+        mine = [cut_sequences(whole, number, 1) for number in range(first, first + share)]
         _, norm = step_gradients(trainer, mine)
         clip_gradients(trainer.parameters, norm, 1.0)
         optimizer.step(1e-2)

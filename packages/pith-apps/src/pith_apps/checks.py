@@ -1,7 +1,7 @@
 """Every reason why a run cannot start, found before anything is touched.
 
-`violations` reports all at once: field path, value, what is allowed, a fix. A field is checked by
-its dataclass, or by `_range_violations` for those of `config.py`; relations stand here.
+A field is checked by its dataclass, those of `config.py` by `_range_violations`; relations stand
+here.
 
 The trap: a relation of values out of range makes no sense (a remainder of zero): `_sound` says
 whether its fields are in order.
@@ -56,17 +56,8 @@ def violations(config: RunConfig, machine: Machine) -> list[str]:
     """What is wrong with running `config` on `machine`, a line each."""
     own = own_violations(config)
     found = step_violations(config, machine) + _place_violations(config, own)
-    found += _mesh_violations(config, machine, own)
-    batch, size = config.train.batch, config.train.micro_batch
-    if _sound(own, "train.batch", "train.micro_batch") and batch % size:
-        found.append(
-            f"train.batch is {batch}: allowed are multiples of train.micro_batch {size}; "
-            f"set --train.batch {batch + size - batch % size}"
-        )
-    if config.layers_per_chunk is not None and _sound(own, "mesh.pp", "model.num_hidden_layers"):
-        layers = config.model.num_hidden_layers
-        found += partition_violations(config.layers_per_chunk, config.mesh.pp, layers)
-    return found + _start_violations(config) + _data_violations(config, own)
+    found += _mesh_violations(config, machine, own) + _start_violations(config)
+    return found + _data_violations(config, own)
 
 
 def step_violations(config: RunConfig, machine: Machine) -> list[str]:
@@ -103,8 +94,7 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
 
 def check_values(config: RunConfig) -> None:
     """As `check_run`, for commands that run no step."""
-    found = own_violations(config)
-    raise_violations(found, f"{len(found)} reason(s) why {config.name!r} describes no run")
+    raise_violations(own_violations(config), f"{config.name!r} describes no run")
 
 
 def own_violations(config: RunConfig) -> list[str]:
@@ -127,25 +117,20 @@ def _sound(own: list[str], *paths: str) -> bool:
 
 def check_resume(config: RunConfig) -> None:
     """Refuse to resume with another model, optimizer, seed or data; the rest may change."""
-    newest = newest_checkpoint(config)
-    if newest is None:
+    if (newest := _newest_checkpoint(config)) is None:
         return
-    from pith_engine.checkpoint import read_manifest
-
-    manifest = read_manifest(newest)
-    found = fixed_changes(config, manifest.run, FIXED_FIELDS)
-    if manifest.step > config.train.steps:
+    path, step, run = newest
+    found = fixed_changes(config, run, FIXED_FIELDS)
+    if step > config.train.steps:
         found.append(
-            f"train.steps is {config.train.steps}: nothing is left to train, the run has "
-            f"{manifest.step} steps; set more"
+            f"train.steps is {config.train.steps}: nothing is left to train, the run has {step} "
+            "steps; set more"
         )
-    folder, saved = config.folders.training, manifest.run.get("corpus")
-    if saved is not None and folder.exists():
-        meta = Corpus.open(folder, config.model.vocab_size).meta
-        if meta.sha256 != saved:
-            found.append(f"the corpus in {folder} is another one than was trained on")
+    folder, saved, vocab_size = config.folders.training, run.get("corpus"), config.model.vocab_size
+    if saved and folder.exists() and Corpus.open(folder, vocab_size).meta.sha256 != saved:
+        found.append(f"the corpus in {folder} is another one than was trained on")
     raise_violations(
-        found, f"run {config.name!r} cannot resume {newest}; go back to its values or set --name"
+        found, f"run {config.name!r} cannot resume {path}; go back to its values or set --name"
     )
 
 
@@ -155,31 +140,33 @@ def fixed_changes(config: RunConfig, run: dict[str, Any], fixed: tuple[str, ...]
     return [change for change in changes if change.startswith(fixed)]
 
 
-def newest_checkpoint(config: RunConfig) -> Path | None:
-    """The run's newest complete checkpoint, if any, quiet about others."""
+def _newest_checkpoint(config: RunConfig) -> tuple[Path, int, dict[str, Any]] | None:
+    """The run's newest complete checkpoint, its step and run facts, quiet about others."""
     if not config.checkpoint_folder.is_dir():
         return None
     # Imports as slowly as torch; a new run's launcher does not need it.
-    from pith_engine.checkpoint import find_checkpoint
+    from pith_engine.checkpoint import find_checkpoint, read_manifest
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return find_checkpoint(config.checkpoint_folder)
+        path = find_checkpoint(config.checkpoint_folder)
+    if path is None:
+        return None
+    manifest = read_manifest(path)
+    return path, manifest.step, manifest.run
 
 
 def required_checkpoint(config: RunConfig) -> Path:
     """The newest complete checkpoint; ValueError if there is none or of another model."""
-    newest = newest_checkpoint(config)
-    if newest is None:
+    if (newest := _newest_checkpoint(config)) is None:
         raise ValueError(
             f"{config.checkpoint_folder} holds no complete checkpoint: run `pith pretrain` first, "
             "or set --name and --runs-folder"
         )
-    from pith_engine.checkpoint import read_manifest
-
-    if changes := fixed_changes(config, read_manifest(newest).run, ("model.",)):
-        raise ValueError(f"{newest} holds another model: {'; '.join(changes)}")
-    return newest
+    path, _, run = newest
+    if changes := fixed_changes(config, run, ("model.",)):
+        raise ValueError(f"{path} holds another model: {'; '.join(changes)}")
+    return path
 
 
 def hf_model_changes(source: Path, model: ModelConfig) -> list[str]:
@@ -195,23 +182,23 @@ def hf_model_changes(source: Path, model: ModelConfig) -> list[str]:
 
 def _start_violations(config: RunConfig) -> list[str]:
     source = config.start.source
-    if source is None or newest_checkpoint(config) is not None:
+    if source is None or _newest_checkpoint(config) is not None:
         return []
     from pith_engine.checkpoint import checkpoint_fault, read_manifest
 
     found, saved = [], None
     try:
         if (source / "config.json").is_file():
-            found += hf_model_changes(source, config.model)
+            found = hf_model_changes(source, config.model)
             if not found:  # else its keys would differ too
                 layout, skipped = canonical_tensors(config.model), skipped_layer(config.model)
                 HuggingFaceTensors(source, layout, torch.float32, skipped)
             saved = tokenizer_hash(source) if (source / "tokenizer.json").is_file() else None
-        elif (fault := checkpoint_fault(source)) is None:
+        elif fault := checkpoint_fault(source):
+            found = [f"neither a folder with a config.json nor a complete checkpoint: {fault}"]
+        else:
             run = read_manifest(source).run
             found, saved = fixed_changes(config, run, ("model.",)), run.get("tokenizer")
-        else:
-            found.append(f"neither a folder with a config.json nor a complete checkpoint: {fault}")
         data = config.data
         folder = config.tokenizer_folder if data.standard_library else data.tokenizer
         if saved and folder and folder.is_dir() and tokenizer_hash(folder) != saved:
@@ -248,36 +235,37 @@ def _dense_violations(config: RunConfig) -> list[str]:
 
 def _range_violations(config: RunConfig) -> list[str]:
     train, name, norm = config.train, config.name, config.train.max_grad_norm
-    at_least = [
-        ("nproc", config.nproc, 1),
-        ("train.steps", train.steps, 1),
-        ("train.batch", train.batch, 1),
-        ("train.micro_batch", train.micro_batch, 1),
-        ("train.sequence_length", train.sequence_length, 1),
-        ("train.seed", train.seed, 0),
-        ("evaluation.interval", config.evaluation.interval, 0),
-        ("evaluation.sequences", config.evaluation.sequences, 1),
-        ("checkpoint.interval", config.checkpoint.interval, 0),
-        ("checkpoint.keep", config.checkpoint.keep, 1),
+    least = {
+        "nproc": (config.nproc, 1),
+        "train.steps": (train.steps, 1),
+        "train.batch": (train.batch, 1),
+        "train.micro_batch": (train.micro_batch, 1),
+        "train.sequence_length": (train.sequence_length, 1),
+        "train.seed": (train.seed, 0),
+        "evaluation.interval": (config.evaluation.interval, 0),
+        "evaluation.sequences": (config.evaluation.sequences, 1),
+        "checkpoint.interval": (config.checkpoint.interval, 0),
+        "checkpoint.keep": (config.checkpoint.keep, 1),
+    }
+    found = [
+        _refusal(path, value, f"whole numbers from {low}", f"{low} or more")
+        for path, (value, low) in least.items()
+        if value is not None and value < low
     ]
-    is_folder = Path(name).name == name not in ("", "..") and len(os.fsencode(name)) <= 255
-    is_time = 0 < config.timeout <= 1e9
-    ranges = [
-        *(
-            (path, value, value >= least, f"whole numbers from {least}", f"{least} or more")
-            for path, value, least in at_least
-            if value is not None
-        ),
-        ("train.seed", train.seed, train.seed < 2**63, "numbers below 2**63", "0"),
-        ("timeout", config.timeout, is_time, "seconds above 0 and up to 1e9", "600"),
-        ("name", name, is_folder, "names of one folder, up to 255 bytes", "my-run"),
-        ("train.max_grad_norm", norm, norm > 0, "numbers above 0", "1"),
-    ]
-    return [
-        f"{path} is {value!r}: allowed are {allowed}; set --{path.replace('_', '-')} {fix}"
-        for path, value, is_sound, allowed, fix in ranges
-        if not is_sound
-    ]
+    if train.seed >= 2**63:
+        found.append(_refusal("train.seed", train.seed, "numbers below 2**63", 0))
+    if not 0 < config.timeout <= 1e9:
+        found.append(_refusal("timeout", config.timeout, "seconds above 0 and up to 1e9", 600))
+    if Path(name).name != name or name in ("", "..") or len(os.fsencode(name)) > 255:
+        found.append(_refusal("name", name, "names of one folder, up to 255 bytes", "my-run"))
+    if not norm > 0:
+        found.append(_refusal("train.max_grad_norm", norm, "numbers above 0", 1))
+    return found
+
+
+def _refusal(path: str, value: object, allowed: str, fix: object) -> str:
+    option = path.replace("_", "-")
+    return f"{path} is {value!r}: allowed are {allowed}; set --{option} {fix}"
 
 
 def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
@@ -301,24 +289,42 @@ def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
     return found
 
 
-def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> list[str]:
-    train = ("train.batch", "train.micro_batch", "train.sequence_length")
-    if not _sound(own, "nproc", "mesh", "model.num_experts", "model.num_hidden_layers", *train):
-        return []
-    found = mesh_violations(
+def fit_violations(config: RunConfig, world_size: int) -> list[str]:
+    """Why so many processes cannot train the model on the mesh, whose fields are sound."""
+    return mesh_violations(
         config.mesh,
-        world_size=machine.world_size,
+        world_size=world_size,
         num_experts=config.model.num_experts,
         num_layers=config.model.num_hidden_layers,
         num_micro_batches=config.num_micro_batches,
         sequence_length=config.train.sequence_length,
     )
-    return found + [
-        f"sharding.{name} is True, but mesh.dp 1 has no replicas: allowed from 2; "
-        f"set --sharding.no-{name.replace('_', '-')}"
-        for name, is_asked in asdict(config.sharding).items()
-        if is_asked and config.mesh.dp == 1
-    ]
+
+
+def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> list[str]:
+    found, layers = [], config.model.num_hidden_layers
+    batch, size = config.train.batch, config.train.micro_batch
+    if _sound(own, "train.batch", "train.micro_batch") and batch % size:
+        above = batch + size - batch % size
+        found.append(
+            _refusal("train.batch", batch, f"multiples of train.micro_batch {size}", above)
+        )
+    if config.layers_per_chunk is not None and _sound(own, "mesh.pp", "model.num_hidden_layers"):
+        found += partition_violations(config.layers_per_chunk, config.mesh.pp, layers)
+    train = ("train.batch", "train.micro_batch", "train.sequence_length")
+    if not _sound(own, "nproc", "mesh", "model.num_experts", "model.num_hidden_layers", *train):
+        return found
+    replicated = asdict(config.sharding) if config.mesh.dp == 1 else {}
+    return (
+        found
+        + fit_violations(config, machine.world_size)
+        + [
+            f"sharding.{name} is True, but mesh.dp 1 has no replicas: allowed from 2; "
+            f"set --sharding.no-{name.replace('_', '-')}"
+            for name, is_asked in replicated.items()
+            if is_asked
+        ]
+    )
 
 
 def _model_violations(config: RunConfig, own: list[str]) -> list[str]:
@@ -326,22 +332,19 @@ def _model_violations(config: RunConfig, own: list[str]) -> list[str]:
     if (config.train.device, config.train.dtype) == ("cuda", "bf16"):
         # Rows of a grouped matrix product must start at multiples of 16 bytes.
         found += [
-            f"model.{name} is {size}: allowed are multiples of 8 in bf16 on a GPU; "
-            f"set --model.{name.replace('_', '-')} {size + 8 - size % 8}"
+            _refusal(f"model.{name}", size, "multiples of 8 in bf16 on a GPU", size + 8 - size % 8)
             for name, size in asdict(model).items()
             if name in model.aligned_sizes and size % 8 and _sound(own, f"model.{name}")
         ]
     sound = _sound(own, "model.max_position_embeddings", "train.sequence_length")
-    if sound and length > model.max_position_embeddings:
-        found.append(
-            f"train.sequence_length is {length}: the model has positions up to "
-            f"model.max_position_embeddings {model.max_position_embeddings}"
-        )
+    if sound and length > (longest := model.max_position_embeddings):
+        allowed = f"lengths up to model.max_position_embeddings {longest}"
+        found.append(_refusal("train.sequence_length", length, allowed, longest))
     return found
 
 
 def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
-    data, found = config.data, []
+    data, found, sizes = config.data, [], dict[str, int]()
     vocab_size = config.model.vocab_size if _sound(own, "model.vocab_size") else sys.maxsize
     if data.standard_library and (data.training or data.held_out or data.tokenizer):
         found.append(
@@ -352,19 +355,18 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
         folders = config.folders
     except ValueError as error:
         return [*found, str(error)]
-    corpora = [("data.training", folders.training), ("data.held_out", folders.held_out)]
+    corpora = {"data.training": folders.training, "data.held_out": folders.held_out}
     if data.standard_library:
-        corpora = [(path, folder) for path, folder in corpora if folder.exists()]
-        size = STANDARD_LIBRARY_VOCABULARY
-        if not corpora and vocab_size < size:  # once they exist, they say it themselves
-            found.append(_small_vocabulary(config, "the standard library", size))
+        corpora = {path: folder for path, folder in corpora.items() if folder.exists()}
+        if not corpora:  # once they exist, they say it themselves
+            sizes["the standard library"] = STANDARD_LIBRARY_VOCABULARY
     tokenizer = None
     try:
         tokenizer = tokenizer_hash(folders.tokenizer) if corpora else None
     except ValueError as error:
         found.append(f"data.tokenizer is {str(folders.tokenizer)!r}: {error}")
     batch, length = config.train.batch, config.train.sequence_length
-    for path, folder in corpora:
+    for path, folder in corpora.items():
         here = f"{path} is {str(folder)!r}"
         try:
             meta = Corpus.open(folder, vocab_size).meta
@@ -376,18 +378,14 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
                 f"{here}, tokenised with {meta.tokenizer_name!r}: data.tokenizer "
                 f"{str(folders.tokenizer)!r} is another tokenizer; give its own"
             )
-        if meta.vocab_size > vocab_size:
-            found.append(_small_vocabulary(config, path, meta.vocab_size))
+        sizes[path] = meta.vocab_size
         if path == "data.held_out":
-            if meta.num_tokens < 2:
-                found.append(f"{here}: one token has no target; give more text")
-        elif length > 0 and (fault := too_few_samples(meta.num_tokens, length, batch)):
-            found.append(f"{here}: {fault}")
-    return found
-
-
-def _small_vocabulary(config: RunConfig, corpus: str, size: int) -> str:
-    return (
-        f"model.vocab_size is {config.model.vocab_size}: the tokenizer of {corpus} has {size} ids; "
-        f"set --model.vocab-size {size} or more"
-    )
+            fault = "one token has no target; give more text" if meta.num_tokens < 2 else ""
+        else:
+            fault = too_few_samples(meta.num_tokens, length, batch) if length > 0 else ""
+        found += [f"{here}: {fault}"] if fault else []
+    return found + [
+        _refusal("model.vocab_size", vocab_size, f"{size} or more, the ids of {path}", size)
+        for path, size in sizes.items()
+        if size > vocab_size
+    ]

@@ -58,7 +58,7 @@ class TokenizeArguments:
     text_field: str = "text"
     """Field of a `.jsonl` line that holds the text."""
     workers: int = 1
-    """Processes that encode."""
+    """Batches of documents that are encoded at once, each by all cores."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -212,14 +212,14 @@ def _parity(rest: list[str]) -> int:
     from pith_apps.trainer import joined_group
 
     arguments = _parse_recipe("parity", rest, ParityArguments)
-    config, meshes, variations = parity_plan(arguments, _option_names(rest))
-    least = max(mesh.config.world_size for mesh in meshes)
-    machine = find_machine(config.nproc or least, os.environ)
-    check_parity(config, meshes, arguments.dtype, machine, variations)
+    runs, variations = parity_plan(arguments, _option_names(rest))
+    least = max(run.mesh.world_size for run in runs)
+    machine = find_machine(runs[0].nproc or least, os.environ)
+    check_parity(runs, machine, variations)
     if not is_rank(os.environ) and machine.world_size > 1:
         return launch(machine.world_size, ["parity", *rest])
-    with joined_group(config) as device:
-        agrees = parity_worker(config, meshes, arguments.dtype, device, variations)
+    with joined_group(runs[0]) as device:
+        agrees = parity_worker(runs, device, variations)
     return 0 if agrees else 1
 
 

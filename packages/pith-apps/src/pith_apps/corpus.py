@@ -6,8 +6,7 @@ The same bytes whatever machine or number of workers wrote them:
     documents.npy  `[D + 1]` int64, document d is `tokens[documents[d] : documents[d + 1]]`
     meta.json      `CorpusMeta`
 
-Every document ends with the EOS id; text that spells it is encoded as plain text. A folder gets its
-name when whole.
+Every document ends with the EOS id; text that spells it is encoded as plain text.
 
 The trap: numpy wraps ids that do not fit: the dtype follows the tokenizer's largest id, not those
 seen.
@@ -20,16 +19,14 @@ import shutil
 import sysconfig
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import numpy
-from pith_engine.violations import type_violations
+from pith_engine.violations import raise_violations, type_violations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
@@ -89,7 +86,6 @@ class Corpus:
         """Map a folder for `vocab_size` ids, reading no token; ValueError if it does not fit."""
         try:
             fields = json.loads((folder / "meta.json").read_text())
-            meta = CorpusMeta(**fields)
             faults = type_violations(fields, CorpusMeta, "") or [
                 f"{k} is {v}, below 0" for k, v in fields.items() if type(v) is int and v < 0
             ]
@@ -99,8 +95,9 @@ class Corpus:
             raise ValueError(
                 f"corpus {folder}: no meta.json; give a folder that `pith tokenize` wrote"
             ) from None
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"corpus {folder}: meta.json is not one of ours: {error}") from None
+        meta = CorpusMeta(**fields)
         if meta.max_id >= vocab_size:
             raise ValueError(
                 f"corpus {folder} holds token id {meta.max_id}, outside the model's vocab_size "
@@ -110,7 +107,7 @@ class Corpus:
         documents = _open_array(folder / "documents.npy", "int64", meta.num_documents + 1)
         if documents[0] != 0 or documents[-1] != meta.num_tokens:
             raise ValueError(
-                f"corpus {folder}: documents.npy spans {documents[0]}..{documents[-1]}, expected "
+                f"corpus {folder}: documents.npy spans {documents[0]}..{documents[-1]}, not "
                 f"0..{meta.num_tokens}; tokenize again"
             )
         return Corpus(tokens=tokens, documents=documents, meta=meta)
@@ -130,25 +127,28 @@ def tokenize_files(
     A ValueError names all faults of the arguments, or a text's, and leaves no file.
     """
     files, faults = _list_files(inputs)
-    vocab_size = eos_id = 0
-    try:
-        tokenizer, eos_id = open_tokenizer(tokenizer_folder, eos_token)
-        vocab_size = _vocab_size(tokenizer)
-    except ValueError as error:
-        faults.append(str(error))
     if num_workers < 1:
         faults.append(f"num_workers is {num_workers}; it must be at least 1")
     if output.exists():
         faults.append(f"{output} exists: remove it or name another folder")
-    if faults:
-        raise ValueError("cannot tokenize:\n  " + "\n  ".join(faults))
+    try:
+        tokenizer, eos_id = open_tokenizer(tokenizer_folder, eos_token)
+    except ValueError as error:
+        raise_violations([*faults, str(error)], "cannot tokenize")
+        raise
+    raise_violations(faults, "cannot tokenize")
+    # Text that spells a special token is text, and a document of any length is whole.
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    vocab_size = _vocab_size(tokenizer)
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     ends, num_empty, max_id, digest = [0], 0, 0, hashlib.sha256()
     with _new_folder(output) as folder:
         batches = _batches(read_documents(files, text_field))
         with (folder / "tokens.npy").open("wb") as file:
             start = _write_header(file, dtype, 0)
-            for ids in _encode(batches, tokenizer_folder / "tokenizer.json", num_workers):
+            for ids in _encode(batches, tokenizer, num_workers):
                 if not len(ids):
                     num_empty += 1
                     continue
@@ -201,14 +201,11 @@ def prepare_standard_library(
     vocab_size: int = STANDARD_LIBRARY_VOCABULARY,
     max_bytes: int = 5_000_000,
 ) -> None:
-    """Make `folder/{tokenizer,training,held_out}` where missing, training from `max_bytes` at most.
-
-    Several runs may do so at once, with the same bytes.
-    """
+    """Make what is missing of `folder/{tokenizer,training,held_out}`, also beside another run."""
     training, held_out = standard_library_files()
     training = _spread(training, max_bytes)
-    for name in ("tokenizer", "training", "held_out"):
-        output, files = folder / name, held_out if name == "held_out" else training
+    for name, files in {"tokenizer": training, "training": training, "held_out": held_out}.items():
+        output = folder / name
         if output.exists():
             continue
         try:
@@ -284,10 +281,10 @@ def _vocab_size(tokenizer: Tokenizer) -> int:
 def named_eos_token(folder: Path) -> str | None:
     """The EOS token of a folder's `tokenizer_config.json`, if any."""
     path = folder / "tokenizer_config.json"
-    if not path.exists():
-        return None
     try:
         token = json.loads(path.read_text()).get("eos_token")
+    except FileNotFoundError:
+        return None
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}: not a JSON object: {error}") from None
     if isinstance(token, dict):
@@ -313,7 +310,7 @@ def unigram_entropy(tokens: numpy.ndarray) -> float:
 
 
 def read_documents(files: list[Path], text_field: str) -> Iterator[str]:
-    """Every document, line ends as in the file; a ValueError names the line."""
+    """Every document, line ends as in the file."""
     for path in tqdm(files, desc="documents", unit="file", disable=None, leave=False):
         try:
             if path.suffix != ".jsonl":
@@ -340,90 +337,66 @@ def _text_of_line(line: str, text_field: str, where: str) -> str:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if isinstance(record, dict) and isinstance(text := record.get(text_field), str):
         return text
-    fields = sorted(record) if isinstance(record, dict) else type(record).__name__
-    raise ValueError(f"{where} has no text in field {text_field!r}; it has {fields}")
+    found = sorted(record) if isinstance(record, dict) else type(record).__name__
+    raise ValueError(f"{where} has no text in field {text_field!r}; it has {found}")
 
 
 def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
-    files, faults = [], []
+    """Text files among the inputs and below them, in order; what is wrong with inputs."""
+    files, faults = [], [] if inputs else ["no input file given"]
     for path in inputs:
-        below = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        found = [p for p in below if p.suffix in TEXT_SUFFIXES and p.is_file()]
-        others = {p.suffix or "no suffix" for p in below}.difference(TEXT_SUFFIXES)
+        below = sorted(p for p in (path, *path.rglob("*")) if p.is_file())
+        found = [p for p in below if p.suffix in TEXT_SUFFIXES]
+        others = sorted({p.suffix or "no suffix" for p in below}.difference(TEXT_SUFFIXES))
         if not path.exists():
             faults.append(f"{path}: no such file")
         elif not found:
-            kind = f"suffix {path.suffix!r}" if path.is_file() else "each file below it"
-            faults.append(f"{path}: {kind} is none of {', '.join(TEXT_SUFFIXES)}")
+            kinds = ", ".join(TEXT_SUFFIXES)
+            faults.append(f"{path}: give a file of {kinds} or a folder that holds one")
         elif others:
-            count = len(below) - len(found)
-            print(f"{path}: skipped {count} file(s) of {', '.join(sorted(others))}")
+            print(f"{path}: skipped {len(below) - len(found)} file(s) of {', '.join(others)}")
         files += found
     faults += [f"{path}: not readable" for path in files if not os.access(path, os.R_OK)]
-    if not inputs:
-        faults.append("no input file given")
     return files, faults
 
 
 @contextmanager
 def _new_folder(output: Path) -> Generator[Path]:
-    """A temporary folder that becomes `output` if the body succeeds."""
-    if output.exists():
-        raise ValueError(f"{output} exists: remove it or name another folder")
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    new_parents = [parent for parent in output.parents if not parent.exists()]
+    """A temporary folder that becomes `output`, which is not there, if the body succeeds."""
+    existing = next(parent for parent in output.absolute().parents if parent.exists())
+    temporary = existing / f".{output.name}.{os.getpid()}.tmp"
     try:
-        try:
-            temporary.mkdir(parents=True)
-        except OSError as error:
-            raise ValueError(f"cannot write {output}: {error}") from None
+        temporary.mkdir()
+    except OSError as error:
+        raise ValueError(f"cannot write {output}: {error}") from None
+    try:
         yield temporary
+        output.parent.mkdir(parents=True, exist_ok=True)
         temporary.rename(output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        with suppress(OSError):  # one that holds something stays
-            for parent in new_parents:
-                parent.rmdir()
 
 
 def _encode(
-    batches: Iterator[list[str]], tokenizer_path: Path, num_workers: int
+    batches: Iterator[list[str]], tokenizer: Tokenizer, num_workers: int
 ) -> Iterator[numpy.ndarray]:
-    """Ids uint32 of every document, in order; at most two batches a worker are under way."""
-    if num_workers == 1:
-        for batch in batches:
-            yield from _encode_batch(tokenizer_path, batch)
-        return
+    """Ids uint32 of every document, in order; at most two batches a worker are under way.
+
+    In threads: `tokenizers` holds no Python lock while it encodes, nearly all of the time.
+    """
     pending: deque[Future[list[numpy.ndarray]]] = deque()
-    # A fork copies locks that threads hold; without the variable each process has a thread a core.
-    with ProcessPoolExecutor(
-        num_workers,
-        mp_context=get_context("spawn"),
-        initializer=os.putenv,
-        initargs=("TOKENIZERS_PARALLELISM", "false"),
-    ) as pool:
+    with ThreadPoolExecutor(num_workers) as pool:
         for batch in batches:
-            if len(pending) == 2 * num_workers:
+            pending.append(pool.submit(_encode_batch, tokenizer, batch))
+            if len(pending) > 2 * num_workers:
                 yield from pending.popleft().result()
-            pending.append(pool.submit(_encode_batch, tokenizer_path, batch))
-        while pending:
-            yield from pending.popleft().result()
+        for future in pending:
+            yield from future.result()
 
 
-def _encode_batch(tokenizer_path: Path, texts: list[str]) -> list[numpy.ndarray]:
-    tokenizer = _plain_tokenizer(tokenizer_path, tokenizer_path.stat().st_mtime_ns)
+def _encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[numpy.ndarray]:
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return [numpy.array(encoding.ids, dtype=numpy.uint32) for encoding in encodings]
-
-
-@lru_cache(maxsize=1)
-def _plain_tokenizer(path: Path, written: int) -> Tokenizer:
-    """Cached: opening one takes as long as encoding a batch."""
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:

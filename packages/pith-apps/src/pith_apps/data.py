@@ -3,13 +3,13 @@
 Sample i with sequence length S is `tokens[i * S : i * S + S + 1]`: inputs are the first S ids,
 targets the last S. A shorter tail is dropped.
 
-    sample number g of a run      = (step - 1) * B + m * b + j          (steps count from 1)
+    sample number g of a run      = (step - 1) * B + sequence of the step    (steps count from 1)
     its epoch and place           = divmod(g, number of samples)
     the sample read at that place = permutation(place; seed, epoch)
 
-with B samples in a step, in M = B / b micro-batches of b. Batch rank d of n runs micro-batches
-`d * M / n .. (d + 1) * M / n - 1`: another mesh sees the same samples in a step. The cp ranks of a
-batch rank read the same samples and keep their blocks of each.
+with B samples in a step, in micro-batches of b. Batch rank d of n runs sequences `d * B / n` to
+`(d + 1) * B / n - 1` of a step: another mesh sees the same. The cp ranks of a batch rank read the
+same samples and keep their blocks of each.
 
 The permutation is a Feistel network over the smallest even number of bits that covers the epoch,
 applied again while the result falls outside it (cycle walking; Black and Rogaway, CT-RSA 2002).
@@ -43,11 +43,11 @@ class TrainingData:
         vocab_size: int,
         device: torch.device,
     ):
-        """`tokens` `[N]`; a ValueError if batches do not divide or there are too few samples."""
+        """`tokens` `[N]`; a ValueError if there are too few samples."""
         self.tokens, self.device, self.cp, self.train = tokens, device, mesh.cp, train
         self.vocab_size = vocab_size
         self.num_samples = num_samples(len(tokens), train.sequence_length)
-        self.local_micro_batches = _local_range(mesh, train)
+        self.local_sequences = _local_range(mesh, train)
         if fault := too_few_samples(len(tokens), train.sequence_length, train.batch):
             raise ValueError(fault)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="training-data")
@@ -61,17 +61,14 @@ class TrainingData:
         if self.device.type == "cuda":
             # In the reader's thread it would open a context on GPU 0 in every rank.
             rows = rows.pin_memory()
-        return _batches_of(rows.to(self.device, non_blocking=True), self.cp)
+        rows = rows.to(self.device, non_blocking=True)
+        return _batches_of(rows, self.train.micro_batch, self.cp)
 
     def _read(self, step: int) -> Tensor:
         train, samples = self.train, []
-        for micro_batch in self.local_micro_batches:
-            first = (step - 1) * train.batch + micro_batch * train.micro_batch
-            numbers = range(first, first + train.micro_batch)
-            places = [divmod(number, self.num_samples) for number in numbers]
-            samples.append(
-                [permuted(p, self.num_samples, train.seed, epoch) for epoch, p in places]
-            )
+        for sequence in self.local_sequences:
+            epoch, place = divmod((step - 1) * train.batch + sequence, self.num_samples)
+            samples.append(permuted(place, self.num_samples, train.seed, epoch))
         return _read_rows(self.tokens, samples, train.sequence_length, self.vocab_size)
 
 
@@ -87,19 +84,16 @@ def held_out_batches(
     """This rank's micro-batches of the held-out data, as many at once as in a training step.
 
     Samples come in order, `max_samples` spread evenly where there are more; what the last lack are
-    ignored targets. A ValueError as above, or for fewer than two tokens.
+    ignored targets.
     """
     total = -(-(len(tokens) - 1) // train.sequence_length)
-    if total < 1:
-        raise ValueError(f"held-out data of {len(tokens)} token(s) has no target; give more text")
-    micro_batches, size = _local_range(mesh, train), train.micro_batch
-    count = min(total, max_samples)
+    count, local = min(total, max_samples), _local_range(mesh, train)
     chosen = [place * total // count for place in range(count)]
     for first in range(0, count, train.batch):
         samples = chosen[first : first + train.batch] + [total] * (first + train.batch - count)
-        local = [samples[m * size : (m + 1) * size] for m in micro_batches]
-        rows = _read_rows(tokens, local, train.sequence_length, vocab_size)
-        yield _batches_of(rows.to(device), mesh.cp)
+        mine = samples[local.start : local.stop]
+        rows = _read_rows(tokens, mine, train.sequence_length, vocab_size)
+        yield _batches_of(rows.to(device), train.micro_batch, mesh.cp)
 
 
 def too_few_samples(num_tokens: int, sequence_length: int, batch_size: int) -> str:
@@ -146,42 +140,40 @@ def _mix(value: int, key: int) -> int:
 
 
 def _local_range(mesh: Mesh, train: TrainConfig) -> range:
-    per_round = train.micro_batch * mesh.config.num_batch_ranks
-    if train.batch % per_round:
-        raise ValueError(
-            f"train.batch {train.batch} is not a multiple of train.micro_batch "
-            f"{train.micro_batch} x {mesh.config.num_batch_ranks} batch ranks (dp x ep)"
-        )
-    per_rank = train.batch // per_round
-    return range(mesh.batch_rank * per_rank, (mesh.batch_rank + 1) * per_rank)
+    """This batch rank's sequences of a step."""
+    num_ranks = mesh.config.num_batch_ranks
+    assert train.batch % (num_ranks * train.micro_batch) == 0, (
+        "mesh_violations refuses such a batch"
+    )
+    share = train.batch // num_ranks
+    return range(mesh.batch_rank * share, (mesh.batch_rank + 1) * share)
 
 
 def _read_rows(
-    tokens: numpy.ndarray, samples: list[list[int]], sequence_length: int, vocab_size: int
+    tokens: numpy.ndarray, samples: list[int], sequence_length: int, vocab_size: int
 ) -> Tensor:
-    """`[m, b, S + 1]` int64 ids of m micro-batches; `IGNORED_TARGET` where the data has ended."""
-    shape = (len(samples), len(samples[0]), sequence_length + 1)
+    """`[n, S + 1]` int64 ids of n samples; `IGNORED_TARGET` where the data has ended."""
+    shape = (len(samples), sequence_length + 1)
     rows = numpy.full(shape, IGNORED_TARGET, dtype=numpy.int64)
-    for m, micro_batch in enumerate(samples):
-        for j, index in enumerate(micro_batch):
-            ids = tokens[index * sequence_length : (index + 1) * sequence_length + 1]
-            rows[m, j, : len(ids)] = ids
+    for row, index in zip(rows, samples, strict=True):
+        ids = tokens[index * sequence_length : (index + 1) * sequence_length + 1]
+        row[: len(ids)] = ids
     if rows.max() >= vocab_size:
         raise ValueError(f"the data holds id {rows.max()}, outside vocab_size {vocab_size}")
     return torch.from_numpy(rows)
 
 
-def _batches_of(rows: Tensor, cp: Axis) -> list[Batch]:
-    """`[m, b, S + 1]` int64 -> this rank's part of m micro-batches."""
-    _, size, width = rows.shape
-    positions = torch.arange(width - 1, device=rows.device).repeat(size)
+def _batches_of(rows: Tensor, micro_batch: int, cp: Axis) -> list[Batch]:
+    """`[n, S + 1]` int64 -> this rank's part of each micro-batch."""
+    length = rows.shape[1] - 1
+    positions = torch.arange(length, device=rows.device).repeat(micro_batch)
     batches = []
-    for row in rows:
+    for part in rows.split(micro_batch):
         whole = Batch(
-            tokens=row[:, :-1].clamp(min=0).flatten(),
-            targets=row[:, 1:].flatten(),
+            tokens=part[:, :-1].clamp(min=0).flatten(),
+            targets=part[:, 1:].flatten(),
             positions=positions,
-            sequence_length=width - 1,
+            sequence_length=length,
         )
         batches.append(shard_batch(whole, cp))
     return batches
