@@ -166,7 +166,7 @@ def test_parity_puts_dp_in_place_of_ep(capsys: pytest.CaptureFixture[str]):
     full = without_experts(FULL_GRID)
     assert len(set(full)) == len(full) and not any("ep" in label for label in full)
     assert {"hsdp-dp4", "pp2-dp2-cp2", "cp4"} < set(full)
-    runs = parity_runs(qwen3_8b_tiny(), full, "fp64")
+    runs = parity_runs(tiny_form(qwen3_8b()), full, "fp64")
     assert max(run.mesh.world_size for run in runs) == 8
     with pytest.raises(ValueError, match="--with aux: the model has no experts to balance"):
         vary(tiny_form(qwen3_8b()), ("packed", "aux"))

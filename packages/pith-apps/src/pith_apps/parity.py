@@ -28,7 +28,7 @@ from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 import torch
-from pith_engine.balance import auxiliary_losses, count_choices, load_factors
+from pith_engine.balance import balance_loss, count_choices, load_factors, router_z_loss
 from pith_engine.context_parallel import shard_batch
 from pith_engine.contract import IGNORED_TARGET, Batch
 from pith_engine.fsdp import CanonicalBlock, ShardedParameter, canonical_blocks, cut_block
@@ -319,14 +319,14 @@ def compute_reference(config: RunConfig, batch: Batch) -> ParityReference:
         length = batch.sequence_length * config.train.micro_batch
         method, counted = "sequence", replace(batch, sequence_length=length)
     routings = {n: routing for n, (_, routing) in enumerate(outputs) if routing is not None}
-    total, balance = loss, 0.0
+    balance, z_loss = torch.zeros_like(loss), torch.zeros_like(loss)
     for layer, routing in routings.items():
         counts, previous = count_choices(routing, counted, method), trainer.pipeline.expert_counts
         factors = load_factors(method, counts, previous[layer], trainer.mesh.cp)
-        weighted, (layer_balance, _) = auxiliary_losses(config.balance, routing, counted, factors)
-        total = total if weighted is None else total + weighted
-        balance += layer_balance.item()
-    (total / num_targets).backward()
+        balance += balance_loss(routing, counted, factors) if factors is not None else 0.0
+        z_loss += router_z_loss(routing, batch)
+    terms = config.balance.coefficient * balance + config.balance.z_coefficient * z_loss
+    ((loss + terms) / num_targets).backward()
     for unit in trainer.units:
         unit.reduce()
     weights = {b.name: b.tensor.clone() for p in trainer.parameters for b in _blocks(p, p.shard)}
@@ -337,7 +337,7 @@ def compute_reference(config: RunConfig, batch: Batch) -> ParityReference:
         updated={block.name: block.tensor for block in _updated(config, trainer)},
         numbers={
             "loss": loss.item() / num_targets,
-            "balance": balance / (num_targets * max(1, len(routings))),
+            "balance": balance.item() / (num_targets * max(1, len(routings))),
             "norm": math.sqrt(sum(g.double().square().sum().item() for g in gradients.values())),
         },
     )
