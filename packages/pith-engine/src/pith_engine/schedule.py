@@ -5,14 +5,12 @@ the last rank passes on without a transfer. `dualpipev` is DeepSeek's DualPipeV
 (https://github.com/deepseek-ai/DualPipe, from arXiv 2412.19437).
 
 Before the action of slot k a rank issues one batched exchange: the sends of slot k-1 and the
-receives of slot k, for which the action waits even if a later slot uses them. One more follows the
-last slot.
+receives of slot k, for which the action waits. One more follows the last slot.
 
 The trap: a batched exchange is a meeting. NCCL runs a rank's batches one by one, each until all its
-transfers are done: a late receive holds up everything behind its send, and crossing meetings, as of
-receives posted just before need, deadlock. So a receive stands before the first action that, at
-unit costs, starts no earlier than the sender is done: no rank waits longer than for the data
-(`simulate.py`).
+transfers are done, so crossing meetings, as of receives posted just before need, deadlock. A
+receive stands before the first action that, at unit costs, starts no earlier than the sender is
+done: no rank waits longer than for the data (`simulate.py`).
 """
 
 from bisect import bisect_left
@@ -20,12 +18,12 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
+from graphlib import TopologicalSorter
 from itertools import count
-from operator import itemgetter
 
 
 class ActionKind(Enum):
-    """What a rank does in one slot."""
+    """BACKWARD has the weight gradients, BACKWARD_INPUT leaves them to WEIGHT."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -39,15 +37,12 @@ class Action:
     """One piece of compute."""
 
     kind: ActionKind
-    """BACKWARD has the weight gradients, BACKWARD_INPUT leaves them to WEIGHT."""
     chunk: int
     """Of an OVERLAP, the forward one."""
     micro_batch: int
-    """Its micro-batch."""
     backward_chunk: int | None = None
-    """OVERLAP only: the backward one."""
+    """OVERLAP only, as its micro-batch."""
     backward_micro_batch: int | None = None
-    """Its micro-batch."""
 
     @cached_property
     def parts(self) -> tuple["Action", ...]:
@@ -64,7 +59,7 @@ class Action:
 
 
 class TransferKind(Enum):
-    """What travels."""
+    """A chunk's output, or the gradient of its input."""
 
     HIDDEN = "hidden"
     GRADIENT = "gradient"
@@ -76,19 +71,17 @@ class TransferKind(Enum):
 
 
 Output = tuple[TransferKind, int, int]
-"""Made for another action: kind, consuming chunk, micro-batch."""
+"""What travels: kind, consuming chunk, micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A tensor on its way, as one of two ranks sees it."""
+    """An output on its way, as one of two ranks sees it."""
 
     kind: TransferKind
-    """What travels."""
     chunk: int
     """The chunk that consumes it."""
     micro_batch: int
-    """Of which it is."""
     peer: int
     """The pp rank at the other end."""
 
@@ -103,7 +96,6 @@ class Slot:
     """One action and the transfers around it, in order for each peer."""
 
     action: Action
-    """What to compute."""
     receives: tuple[Transfer, ...] = ()
     """Issued before the action, which waits for them."""
     sends: tuple[Transfer, ...] = ()
@@ -222,17 +214,29 @@ def _numbered(steps: list[tuple[ActionKind, int]], pp: int) -> list[Action]:
 def _with_transfers(rows: list[list[Action]]) -> ScheduleTable:
     """Send every output at once; receive it where nobody waits."""
     pp = len(rows)
-    starts, made = _unit_times(rows)
-    receives: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
-    sends: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
-    for (kind, chunk, micro_batch), (end, source, slot) in sorted(made.items(), key=itemgetter(1)):
+    actions = {(rank, k): action for rank, row in enumerate(rows) for k, action in enumerate(row)}
+    makers = {made: place for place, a in actions.items() for made in made_outputs(a, pp)}
+    # Times at unit costs, if data took none.
+    after = {
+        (rank, k): [makers[need] for need in needed_outputs(action, pp)] + [(rank, k - 1)] * (k > 0)
+        for (rank, k), action in actions.items()
+    }
+    starts = [[0] * len(row) for row in rows]
+    ends: dict[tuple[int, int], int] = {}
+    for rank, k in TopologicalSorter(after).static_order():
+        starts[rank][k] = max((ends[place] for place in after[rank, k]), default=0)
+        kinds = [part.kind for part in rows[rank][k].parts]
+        # Input and weight gradients cost a forward each.
+        ends[rank, k] = starts[rank][k] + len(kinds) + kinds.count(ActionKind.BACKWARD)
+    receives, sends = defaultdict(list), defaultdict(list)
+    for output, place in sorted(makers.items(), key=lambda made: (ends[made[1]], made[1])):
+        (kind, chunk, micro_batch), source = output, place[0]
         target = chunk_rank(chunk, pp)
-        if target == source:
-            continue
-        meets = bisect_left(starts[target], end)
-        facts = {"kind": kind, "chunk": chunk, "micro_batch": micro_batch}
-        sends[source, slot].append(Transfer(**facts, peer=target))
-        receives[target, meets].append(Transfer(**facts, peer=source))
+        if target != source:
+            meets = bisect_left(starts[target], ends[place])
+            facts = {"kind": kind, "chunk": chunk, "micro_batch": micro_batch}
+            sends[place].append(Transfer(**facts, peer=target))
+            receives[target, meets].append(Transfer(**facts, peer=source))
     return tuple(
         tuple(
             Slot(action=action, receives=tuple(receives[rank, k]), sends=tuple(sends[rank, k]))
@@ -240,30 +244,3 @@ def _with_transfers(rows: list[list[Action]]) -> ScheduleTable:
         )
         for rank, row in enumerate(rows)
     )
-
-
-def _unit_times(
-    rows: list[list[Action]],
-) -> tuple[list[list[int]], dict[Output, tuple[int, int, int]]]:
-    """Start of every action; (end, rank, slot) of every output; data takes no time."""
-    pp = len(rows)
-    starts: list[list[int]] = [[] for _ in rows]
-    clocks = [0] * pp
-    made: dict[Output, tuple[int, int, int]] = {}
-    progress = True
-    while progress:
-        progress = False
-        for rank, row in enumerate(rows):
-            while (slot := len(starts[rank])) < len(row):
-                needs = needed_outputs(row[slot], pp)
-                if any(need not in made for need in needs):
-                    break
-                starts[rank].append(max([clocks[rank], *(made[need][0] for need in needs)]))
-                kinds = [part.kind for part in row[slot].parts]
-                # Input and weight gradients cost a forward each.
-                cost = len(kinds) + kinds.count(ActionKind.BACKWARD)
-                clocks[rank] = starts[rank][-1] + cost
-                for output in made_outputs(row[slot], pp):
-                    made[output] = (clocks[rank], rank, slot)
-                progress = True
-    return starts, made

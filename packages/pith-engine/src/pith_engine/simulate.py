@@ -1,14 +1,20 @@
 """Run a schedule table with given costs: when each slot runs, and the bubble.
 
-The rules are the executor's (`schedule.py`), waits for late receives included. With one cost for
-all chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek DualPipe):
-F&B an overlapped slot, B a full backward, W its weight part.
+The rules are the executor's (`schedule.py`), with the strictest exchanges of any backend: one
+starts when the rank's previous exchange and action are over, and is over when all its partners have
+started. With one cost for all chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every
+rank (DeepSeek DualPipe): F&B an overlapped slot, B a full backward, W its weight part.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import zip_longest
 
-from pith_engine.schedule import Action, ActionKind, ScheduleTable
-from pith_engine.schedule_check import meetings, peak_live
+from pith_engine.schedule import Action, ActionKind, ScheduleTable, Slot
+
+Place = tuple[int, int]
+"""Rank, and the slot before which it issues an exchange; the number of slots for the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +22,6 @@ class ScheduleCosts:
     """Durations in any unit; tuples hold a value for each of the `2 * pp` chunks."""
 
     forward: tuple[float, ...]
-    """Of a forward."""
     backward_input: tuple[float, ...]
     """Of a backward without weight gradients."""
     weight: tuple[float, ...]
@@ -48,14 +53,12 @@ class ScheduleCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When every slot of a table runs, from time 0."""
+    """When every slot of a table runs, from time 0; one row per rank."""
 
     starts: tuple[tuple[float, ...], ...]
-    """Of every slot, one row per rank."""
     ends: tuple[tuple[float, ...], ...]
-    """As `starts`."""
     peak_live: tuple[int, ...]
-    """Of each rank, as `schedule_check.peak_live` counts."""
+    """Most activations at once: each from its forward to its BACKWARD or WEIGHT."""
 
     @property
     def duration(self) -> float:
@@ -81,29 +84,67 @@ def unit_schedule_costs(pp: int) -> ScheduleCosts:
 
 
 def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
-    """Run a table; ValueError for costs of other chunks or a deadlock."""
+    """Run a table.
+
+    A ValueError for costs of other chunks, sends and receives that do not match, or a deadlock.
+    """
     if len(costs.forward) != 2 * len(table):
         raise ValueError(f"costs hold {len(costs.forward)} chunks; {len(table)} ranks have twice")
+    partners = meetings(table)
+    places = [(rank, k) for rank, row in enumerate(table) for k in range(len(row) + 1)]
+    after = {(rank, k): [(rank, k - 1), *partners[rank, k - 1]] if k else [] for rank, k in places}
+    try:
+        order = list(TopologicalSorter(after).static_order())
+    except CycleError as error:
+        cycle = " before ".join(f"rank {rank} at slot {k}" for rank, k in error.args[1])
+        raise ValueError(f"deadlock, exchanges that must start in a circle: {cycle}") from None
     starts: list[list[float]] = [[] for _ in table]
     ends: list[list[float]] = [[] for _ in table]
-    # Start of every exchange so far; `meetings` orders them so that partners are known.
-    begun = {(rank, 0): 0.0 for rank in range(len(table))}
-    for meeting in meetings(table):
-        rank, position = meeting.rank, meeting.position
-        over = begun[rank, position]
-        if meeting.partners:
-            over = max(over, *(begun[partner] for partner in meeting.partners)) + costs.transfer
-        if position == len(table[rank]):
-            continue
-        slot = table[rank][position]
-        start = max(ends[rank][-1:], default=0.0)
-        if slot.receives:
-            start = max(start, over)
-        starts[rank].append(start)
-        ends[rank].append(start + costs.duration(slot.action))
-        begun[rank, position + 1] = max(over, ends[rank][-1])
+    begun: dict[Place, float] = {}
+    for rank, k in order:
+        over = max((begun[place] for place in after[rank, k]), default=0.0)
+        if k > 0:
+            slot = table[rank][k - 1]
+            over += costs.transfer if partners[rank, k - 1] else 0.0
+            start = over if slot.receives else 0.0
+            starts[rank].append(max([start, *ends[rank][-1:]]))
+            ends[rank].append(starts[rank][-1] + costs.duration(slot.action))
+            over = max(over, ends[rank][-1])
+        begun[rank, k] = over
     return Timeline(
         starts=tuple(map(tuple, starts)),
         ends=tuple(map(tuple, ends)),
-        peak_live=tuple(peak_live(row) for row in table),
+        peak_live=tuple(map(_peak_live, table)),
     )
+
+
+def meetings(table: ScheduleTable) -> defaultdict[Place, list[Place]]:
+    """Every exchange -> those at the other ends of its transfers; ValueError if one has none."""
+    sent_received: defaultdict[tuple[int, int], tuple[list, list]] = defaultdict(lambda: ([], []))
+    for rank, row in enumerate(table):
+        for k, slot in enumerate(row):
+            for t in slot.sends:
+                sent_received[rank, t.peer][0].append((k + 1, t.output))
+            for t in slot.receives:
+                sent_received[t.peer, rank][1].append((k, t.output))
+    partners: defaultdict[Place, list[Place]] = defaultdict(list)
+    for (source, target), in_order in sorted(sent_received.items()):
+        for send, receive in zip_longest(*in_order):
+            if send is None or receive is None or send[1] != receive[1]:
+                raise ValueError(
+                    f"transfers from rank {source} to rank {target} do not match in order: "
+                    f"(exchange, what) {send} is sent where {receive} is received"
+                )
+            partners[source, send[0]].append((target, receive[0]))
+            partners[target, receive[0]].append((source, send[0]))
+    return partners
+
+
+def _peak_live(row: tuple[Slot, ...]) -> int:
+    live = peak = 0
+    for slot in row:
+        kinds = [part.kind for part in slot.action.parts]
+        live += kinds.count(ActionKind.FORWARD)
+        peak = max(peak, live)
+        live -= kinds.count(ActionKind.BACKWARD) + kinds.count(ActionKind.WEIGHT)
+    return peak
