@@ -21,8 +21,8 @@ collectives meet in one order.
 
 The trap is memory: what the host drops goes back to the pool of the stream it was made on, which
 may hand it out again before another stream has read it. So a value is freed only where every later
-operation on its own stream is ordered after all its uses (`overlap_check.py` proves it); across two
-lists, because a list's first operation on a communication stream waits for compute. Kept rows of
+operation on its own stream is ordered after all its uses (a test proves it); across two lists,
+because a list's first operation on a communication stream waits for compute. Kept rows of
 F DISPATCH are dropped by RECOMPUTE EXPERTS, before 4, for which 6 waits; in 5, 6 could overwrite
 them.
 """
@@ -38,7 +38,7 @@ Recompute = Literal["none", "experts", "attention+experts"]
 
 
 class Stream(Enum):
-    """Where operations run, in the order of the list."""
+    """Where operations run, those of one stream in the order of the list."""
 
     COMPUTE = "compute"
     FORWARD_COMM = "forward communication"
@@ -74,7 +74,7 @@ class OperationKind(Enum):
 
 
 Value = tuple[OperationKind, int]
-"""The output of an operation: its kind and index."""
+"""An operation's output: its kind and index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,8 @@ class Operation:
     """One entry of a list."""
 
     kind: OperationKind
-    """What it does."""
     index: int
     """Segment or layer of the chunk."""
-    stream: Stream
-    """Where it runs."""
     waits: tuple[int, ...]
     """Earlier positions, on other streams, to wait for."""
     frees: tuple[Value, ...]
@@ -139,32 +136,27 @@ def interleave(
 ) -> tuple[Operation, ...]:
     """The operations of one forward, one backward, or both overlapped, in host order.
 
-    None: no such side; `defer_weights`: the caller runs the weight gradients later; `recompute`:
-    that of the backward's pass. Every output that is read is freed once.
+    None: no such side; `defer_weights`: the caller runs the weight gradients later. Every output
+    that is read is freed once.
     """
     order = host_order(num_forward_layers, num_backward_layers, defer_weights, recompute)
     users = output_users(order)
-    streams = [kind.stream for kind, _ in order]
     waits: list[list[int]] = [[] for _ in order]
     frees: list[list[Value]] = [[] for _ in order]
     for place, (value, readers) in enumerate(users.items()):
         for reader in readers:
-            if streams[reader] is not streams[place]:
+            if order[reader][0].stream is not value[0].stream:
                 waits[reader].append(place)
         # Dropped by the first compute that is ordered after every use: a reader on the compute
         # stream, or what waits for a reader on another stream.
-        after = [r if streams[r] is Stream.COMPUTE else users[order[r]][0] for r in readers]
+        at_compute = [
+            r if order[r][0].stream is Stream.COMPUTE else users[order[r]][0] for r in readers
+        ]
         if readers:
-            frees[max(after)].append(value)
+            frees[max(at_compute)].append(value)
     return tuple(
-        Operation(
-            kind=value[0],
-            index=value[1],
-            stream=streams[place],
-            waits=tuple(waits[place]),
-            frees=tuple(frees[place]),
-        )
-        for place, value in enumerate(order)
+        Operation(kind=kind, index=index, waits=tuple(waits[place]), frees=tuple(frees[place]))
+        for place, (kind, index) in enumerate(order)
     )
 
 
@@ -180,12 +172,12 @@ def host_order(
     }
     order = []
     for i, kind in product(range(max(forward, backward) + 1), OperationKind):
-        num_layers, index = (forward, i) if kind.is_forward else (backward, backward - 1 - i)
+        num, index = (forward, i) if kind.is_forward else (backward, backward - 1 - i)
         index += OFFSETS.get(kind, 0)
         # The last segment has no layer, and is not recomputed.
         if kind in (OperationKind.FORWARD_SEGMENT, OperationKind.BACKWARD_SEGMENT):
-            num_layers += 1
-        if 0 <= index < num_layers and not left_out.get(kind, False):
+            num += 1
+        if 0 <= index < num and not left_out.get(kind, False):
             order.append((kind, index))
     return order
 

@@ -294,7 +294,7 @@ def run_operations(
         for source, offset in READS.get(operation.kind, ())[:1]:
             arrived = results.get((source, operation.index + offset), ())
         waits = [done[position] for position in operation.waits] if done else []
-        with streams.launch(operation.stream, waits, done):
+        with streams.launch(operation.kind.stream, waits, done):
             result = _run(side, operation, arrived)
         results[operation.value] = result
         del arrived, result
