@@ -36,8 +36,10 @@ from pith_engine.schedule import (
     TransferKind,
     dualpipev,
     forward_only,
+    made_outputs,
+    needed_outputs,
 )
-from pith_engine.stages import ChunkPass, Streams, run_operations
+from pith_engine.stages import ChunkPass, communication_streams, run_operations
 from pith_engine.violations import raise_violations
 
 
@@ -85,7 +87,7 @@ class Pipeline:
         self.recompute: Recompute = recompute
         self.chunks = {mesh.pp.rank: chunks[0], 2 * mesh.pp.size - 1 - mesh.pp.rank: chunks[1]}
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
-        self.streams = Streams(device)
+        self.streams = communication_streams(device)
         layers = [item for chunk in chunks for item in chunk.decoder_layers().items()]
         self.moe_layers = [number for number, layer in layers if layer.num_local_experts]
         self.expert_counts: dict[int, Tensor] = {}
@@ -194,57 +196,48 @@ class _Step:
         self.started.clear()
 
     def _act(self, action: Action) -> None:
+        pipeline, pp = self.pipeline, self.pipeline.mesh.pp.size
+        inputs = {output[0]: self.parcels.pop(output) for output in needed_outputs(action, pp)}
         forward: ChunkPass | None = None
         backward: ChunkPass | None = None
         for part in action.parts:
             place = (part.chunk, part.micro_batch)
             match part.kind:
                 case ActionKind.FORWARD:
-                    forward = self._open(*place)
+                    forward = ChunkPass(
+                        pipeline.chunks[part.chunk],
+                        self.batches[part.micro_batch],
+                        pipeline.mesh,
+                        hidden=inputs.pop(TransferKind.HIDDEN, None),
+                        balance=pipeline.balance,
+                        loss_scale=self.loss_scale,
+                        recompute=pipeline.recompute,
+                        previous_counts=pipeline.expert_counts,
+                    )
+                    if self.loss_scale is not None:
+                        self.passes[place] = forward
                 case ActionKind.WEIGHT:
                     self.deferred.pop(place).flush()
-                    return
                 case _:
                     backward = self.passes.pop(place)
-        defer_weights = action.kind is ActionKind.BACKWARD_INPUT
-        if backward is not None and not backward.chunk.is_last:
-            backward.output_grad = self.parcels.pop((TransferKind.GRADIENT, *backward.place))
+                    backward.output_grad = inputs.pop(TransferKind.GRADIENT, None)
+                    if part.kind is ActionKind.BACKWARD_INPUT:
+                        self.deferred[place] = backward.weight_grads
         operations = interleave(
             None if forward is None else len(forward.layers),
             None if backward is None else len(backward.layers),
-            defer_weights=defer_weights,
-            recompute=self.pipeline.recompute,
+            defer_weights=action.kind is ActionKind.BACKWARD_INPUT,
+            recompute=pipeline.recompute,
         )
-        run_operations(operations, forward, backward, self.pipeline.streams)
+        run_operations(operations, forward, backward, pipeline.streams)
+        made = []
         if forward is not None:
-            chunk, micro_batch = forward.place
-            if forward.output is not None:
-                self.parcels[TransferKind.HIDDEN, chunk + 1, micro_batch] = forward.output
-                forward.output = None
-            self.sums += torch.cat([forward.loss_sum[None], forward.auxiliary_sums])
+            made, forward.output = [forward.output], None
+            self.sums += forward.sums
             if forward.expert_counts:
                 counts = torch.stack(forward.expert_counts)
-                self.expert_counts[chunk] = counts + self.expert_counts.get(chunk, 0)
+                self.expert_counts[action.chunk] = counts + self.expert_counts.get(action.chunk, 0)
         if backward is not None:
-            chunk, micro_batch = backward.place
-            if backward.input_grad is not None:
-                self.parcels[TransferKind.GRADIENT, chunk - 1, micro_batch] = backward.input_grad
-            if defer_weights:
-                self.deferred[backward.place] = backward.weight_grads
-
-    def _open(self, chunk: int, micro_batch: int) -> ChunkPass:
-        pipeline, place = self.pipeline, (chunk, micro_batch)
-        opened = ChunkPass(
-            pipeline.chunks[chunk],
-            self.batches[micro_batch],
-            pipeline.mesh,
-            place=place,
-            hidden=self.parcels.pop((TransferKind.HIDDEN, *place)) if chunk > 0 else None,
-            balance=pipeline.balance,
-            loss_scale=self.loss_scale,
-            recompute=pipeline.recompute,
-            previous_counts=pipeline.expert_counts,
-        )
-        if self.loss_scale is not None:
-            self.passes[place] = opened
-        return opened
+            made.append(backward.input_grad)
+        tensors = [tensor for tensor in made if tensor is not None]
+        self.parcels.update(zip(made_outputs(action, pp), tensors, strict=True))
