@@ -1,7 +1,7 @@
 """Context parallelism: the ranks of the cp axis share every sequence.
 
-Zigzag: S tokens of a sequence are `2 * cp` blocks of L; rank r holds blocks r and `2 * cp - 1 - r`,
-one early and one late, so that causal attention costs every rank the same.
+Zigzag: a sequence is `2 * cp` blocks; rank r holds blocks r and `2 * cp - 1 - r`, one early and one
+late, so that causal attention costs every rank the same.
 
 Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets those of rank j at
 
@@ -9,16 +9,16 @@ Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets thos
     j < r   both its blocks see the first block of j, in full
     j > r   its late block sees both blocks of j, in full
 
-and merges the parts by their LSE; the next hop is under way while a part is computed. Backward: the
-same round with the merged output and LSE; the gradients, in fp32 or wider, follow one hop behind.
-In latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) the latent and the heads' common rotary key
-travel instead, and are expanded again in the backward.
+and merges the parts by their LSE, while the next hop is under way. The backward makes the same
+round with the merged output and LSE; gradients, in fp32 or wider, follow one hop behind. In latent
+attention (MLA, DeepSeek-V2, arXiv 2405.04434) the latent and the heads' common rotary key travel
+instead, and are expanded again in the backward.
 
 A sliding window needs no round: a block fetches the `window - 1` keys before it, wherever they lie,
 and returns their gradients.
 
-The trap: all ranks of the axis must issue these exchanges in one order, as sharing a pipeline stage
-ensures.
+The trap: all ranks of the axis must issue these exchanges in one order, as those of a pipeline
+stage do.
 """
 
 from collections.abc import Iterator
@@ -157,7 +157,6 @@ class _Call:
     def visibility(
         self, queries: list[range], keys: list[range], causal: bool = True
     ) -> Visibility:
-        """Of keys in these spans."""
         offsets = self.offsets
         if offsets is not None:
             offsets = (self.before(offsets, queries), self.before(offsets, keys))
@@ -165,6 +164,8 @@ class _Call:
 
     def before(self, offsets: Tensor, spans: list[range]) -> Tensor:
         """Tokens of the spans of all sequences before each offset, int32."""
+        if self.cp.size == 1:
+            return offsets
         counts = offsets // self.length * sum(map(len, spans))
         for span in spans:
             counts = counts + (offsets % self.length - span.start).clamp(0, len(span))
@@ -173,9 +174,6 @@ class _Call:
     def meeting(self, source: int) -> tuple[slice, slice, Visibility]:
         """Rows of queries here, rows of a rank's keys that they see, and how."""
         both, early, late = slice(None), slice(0, self.block), slice(self.block, None)
-        if self.cp.size == 1:
-            pair = None if self.offsets is None else (self.offsets, self.offsets)
-            return both, both, Visibility(window=self.window, offsets=pair)
         mine, theirs = self.spans(self.cp.rank), self.spans(source)
         if source == self.cp.rank:
             return both, both, self.visibility(mine, theirs)
@@ -208,10 +206,7 @@ class _Ring(torch.autograd.Function):
         out = lse = query  # The own part comes first and replaces them.
         for source, (a, b) in _round([first, second], call.cp):
             rows, keys, visibility = call.meeting(source)
-            key, value = a[:, keys], b[:, keys]
-            if weight is not None:
-                num_nope = query.shape[3] - value.shape[-1]
-                key, value = expand_latent(key, value, weight, query.shape[2], num_nope)
+            key, value = _expand(query, a[:, keys], b[:, keys], weight)
             part, part_lse = attention_forward(
                 query[:, rows], key, value, visibility=visibility, **call.settings
             )
@@ -219,8 +214,7 @@ class _Ring(torch.autograd.Function):
                 out, lse = part.to(part_lse.dtype, copy=True), part_lse
             else:
                 merge_attention(out[:, rows], lse[..., rows], part, part_lse)
-        if sinks is not None:
-            out, lse = apply_sinks(out, lse, sinks)
+        out, lse = apply_sinks(out, lse, sinks)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, out, lse, first, second, weight, sinks)
         ctx.call = call
@@ -235,19 +229,18 @@ class _Ring(torch.autograd.Function):
         dweight = lse.new_zeros(() if weight is None else weight.shape)
         # Gradients of the keys at hand, from ranks that had them before.
         carried = [lse.new_zeros(x.shape) for x in (first, second)]
-        hop, num_nope = exchange([], [], call.cp), query.shape[-1] - second.shape[-1]
+        hop = exchange([], [], call.cp)
         for source, (a, b) in _round([first, second], call.cp):
             rows, keys, visibility = call.meeting(source)
-            key, value = a, b = a[:, keys], b[:, keys]
-            if weight is not None:
-                key, value = expand_latent(a, b, weight, query.shape[2], num_nope)
+            key, value = _expand(query, a[:, keys], b[:, keys], weight)
             dout, q, o = (x[:, rows] for x in (grad, query, out))
             dq, dk, dv = attention_backward(
                 dout, q, key, value, o, lse[..., rows], visibility=visibility, **call.settings
             )
             dquery[:, rows] += dq
             if weight is not None:
-                dk, dv, part = expand_latent_backward(dk, dv, a, weight, num_nope)
+                num_nope = query.shape[-1] - second.shape[-1]
+                dk, dv, part = expand_latent_backward(dk, dv, a[:, keys], weight, num_nope)
                 dweight += part
             hop.wait_sends()
             for total, part in zip(carried, (dk, dv), strict=True):
@@ -260,8 +253,16 @@ class _Ring(torch.autograd.Function):
         return dquery.to(query.dtype), dfirst, dsecond, dweight, dsinks, None
 
 
+def _expand(
+    query: Tensor, first: Tensor, second: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if weight is None:
+        return first, second
+    return expand_latent(first, second, weight, query.shape[2], query.shape[3] - second.shape[2])
+
+
 def _round(tensors: list[Tensor], cp: Axis) -> Iterator[tuple[int, list[Tensor]]]:
-    """Every rank and its tensors, own first, while the next are on their way."""
+    """Every rank and its tensors, own first, the next on their way."""
     tensors = [x.contiguous() for x in tensors]
     for step in range(cp.size - 1):
         hop, arriving = _hop(tensors, cp)

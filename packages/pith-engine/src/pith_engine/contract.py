@@ -1,11 +1,9 @@
 """What a model must offer to the engine, whichever model it is.
 
-What is particular to a model family is in the three methods of a `DecoderLayer` and those of its
-`ModelChunk`.
-
-The engine owns dispatch, combine and everything that touches a routing weight. A dense layer has no
-routing; its `experts` receives `groups=None` and the tokens as they are. Shared experts are
-computed inside `attention` and folded into `residual`.
+What is particular to a model family is in the methods of its `DecoderLayer` and `ModelChunk`. The
+engine owns dispatch, combine and everything that touches a routing weight. A dense layer has no
+routing, and its `experts` gets `groups=None` and the tokens as they are. `attention` also computes
+shared experts, folded into `residual`.
 
 On one rank: T tokens of a micro-batch, P (token, expert) pairs received, D documents; H hidden
 size, K top-k, N router pool size.
@@ -57,8 +55,8 @@ class Role(Enum):
     @property
     def keeps_fp32(self) -> bool:
         """Whether the gathered copy stays in the master dtype."""
-        roles = (Role.ROUTER, Role.BIAS, Role.EXPERT_BIAS, Role.SINK, Role.BALANCE_BIAS)
-        return self in roles
+        biases = (Role.BIAS, Role.EXPERT_BIAS, Role.BALANCE_BIAS)
+        return self in (Role.ROUTER, Role.SINK, *biases)
 
     @property
     def is_trained(self) -> bool:
@@ -70,8 +68,8 @@ class DeclaredParameter(nn.Parameter):
     """A parameter on the meta device, until a unit of `fsdp.py` replaces it.
 
     `std` is that of the initial normal values, None for a constant (1 for norms, else 0). `parts`
-    names the canonical tensors of equal size stored one after the other along the last dim but one;
-    empty when the stored tensor is canonical.
+    names canonical tensors of equal size stored one after the other along the last dim but one,
+    such as `("gate_proj", "up_proj")` in `[E, 2 * I, H]`; empty if the stored one is canonical.
     """
 
     role: Role
@@ -82,10 +80,7 @@ class DeclaredParameter(nn.Parameter):
 def declare(
     shape: tuple[int, ...], role: Role, *, std: float | None = None, parts: tuple[str, ...] = ()
 ) -> DeclaredParameter:
-    """Declare a parameter by its shape before data-parallel sharding; experts `[E / ep, ...]`.
-
-    Stored `[E, 2 * I, H]` may have parts `("gate_proj", "up_proj")`.
-    """
+    """Declare a parameter by its shape before data-parallel sharding; experts `[E / ep, ...]`."""
     parameter = DeclaredParameter(torch.empty(shape, device="meta"))
     parameter.role, parameter.std, parameter.parts = role, std, parts
     return parameter
@@ -96,7 +91,7 @@ class Batch:
     """One micro-batch on one rank, or its part of every sequence (`shard_batch`)."""
 
     tokens: Tensor
-    """`[T]` int64 token ids."""
+    """`[T]` int64 ids."""
     targets: Tensor
     """`[T]` int64, the id after each token; `IGNORED_TARGET` where no loss is taken."""
     positions: Tensor
@@ -109,7 +104,7 @@ class Batch:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in this micro-batch."""
+        """Of which this rank has tokens."""
         return self.tokens.numel() // self.sequence_length
 
     @property
@@ -129,7 +124,7 @@ class Routing:
     scores: Tensor
     """`[T, N]` normalised over the router's own pool, differentiable."""
     chosen: Tensor
-    """`[T, K]` int32 ids in the router's own pool; `expert_ids` where that is the experts."""
+    """`[T, K]` int32 in the router's own pool; `expert_ids` where that is the experts."""
     logits: Tensor
     """`[T, N]` that the scores were made from, differentiable."""
 
@@ -156,7 +151,7 @@ class DecoderLayer(Protocol):
         ...
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Weighted expert sums `[T, H]` and residual `[T, H]` -> hidden `[T, H]`."""
+        """Weighted expert sums and residual -> hidden, each `[T, H]`."""
         ...
 
 
@@ -173,7 +168,7 @@ class ModelChunk(nn.Module):
         self.layers = nn.ModuleDict()
 
     def decoder_layers(self) -> dict[int, DecoderLayer]:
-        """Global number -> layer, in order, typed."""
+        """Global number -> layer, in order."""
         return {int(n): layer for n, layer in self.layers.items()}  # type: ignore[misc]
 
     def embed(self, batch: Batch) -> Tensor:

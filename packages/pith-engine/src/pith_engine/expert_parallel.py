@@ -9,8 +9,7 @@ section 3.2.2, without the node limit). With the index maths of `pith_ops.dispat
     backward   pack_tokens -> exchange_rows -> weighted_partial_sums_backward -> experts' dgrad
                -> sum_pairs -> exchange_rows -> sum_ranks, sum_rank_weights
 
-None of this is an autograd function: `stages.py` chooses the order, and runs `exchange_rows` on a
-communication stream.
+None of this is an autograd function: `stages.py` chooses the order and the streams.
 
 T tokens here, H hidden size, K top-k, R ranks of the axis, N rows sent by this rank, M received.
 """
@@ -38,7 +37,6 @@ class Route:
     """Where a layer's tokens go."""
 
     plan: DispatchPlan
-    """The sender's index maths."""
     sent: list[int]
     """Rows to each rank, `[R]`."""
     received: list[int]
@@ -52,9 +50,8 @@ class Arrival:
     """How received rows map to expert order."""
 
     weights: Tensor
-    """`[M, K]` of the received rows, 0 where the slot is not ours."""
+    """`[M, K]`, 0 where the slot is not ours."""
     plan: ExpertPlan
-    """Index maths of that order."""
 
 
 def route_tokens(routing: Routing, num_local_experts: int, axis: Axis) -> Route:
@@ -86,9 +83,9 @@ def pack_metadata(routing: Routing, route: Route) -> Tensor:
 
 
 def open_metadata(metadata: Tensor, route: Route) -> Arrival:
-    """Plan the expert order of received metadata `[M, 2 * K]`, whose ids are exact below 2**24.
+    """Plan the expert order of received metadata `[M, 2 * K]`; ids are exact below 2**24.
 
-    Copied: what was received may be dropped as soon as the experts are launched.
+    Copied: what was received may be dropped once the experts are launched.
     """
     ids, weights = metadata.chunk(2, dim=1)
     plan = plan_experts(ids.to(torch.int32), route.expert_sizes)
@@ -96,7 +93,7 @@ def open_metadata(metadata: Tensor, route: Route) -> Arrival:
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-    """Send so many rows to each rank and receive so many from each, in order."""
+    """Send and receive so many rows of each rank, in order."""
     if axis.size == 1:
         return rows
     output = rows.new_empty(sum(received), *rows.shape[1:])

@@ -5,10 +5,9 @@ For each slot of its row of the table, a rank
     1. starts one batched exchange: the sends of the previous slot and the receives of this one,
     2. waits for the receives and drops what earlier exchanges have sent,
     3. runs the action: the operations of `overlap.py` for a forward, a backward, or both,
-    4. keeps the results for the other chunk of this rank or for the next exchange.
+    4. keeps the results for this rank's other chunk or the next exchange.
 
-Only `hidden` and its gradient travel, `[T, H]` in the compute dtype; every rank reads the
-micro-batches itself.
+Only `hidden` and its gradient travel, `[T, H]` in the compute dtype.
 
 The trap: a batched exchange is a meeting. `check_schedule` proves those of the table; send and
 receive nothing outside it.
@@ -31,7 +30,7 @@ from pith_engine.schedule import (
     Action,
     ActionKind,
     Output,
-    Slot,
+    ScheduleTable,
     Transfer,
     TransferKind,
     dualpipev,
@@ -50,7 +49,6 @@ class StepLosses:
     loss: float
     """Mean over the targets; 0 when there is none."""
     num_targets: int
-    """How many they are."""
     balance: float = 0.0
     """Without coefficient, mean over layers: 1 is even, 0 is off."""
     z_loss: float = 0.0
@@ -64,9 +62,9 @@ class StepLosses:
 
 
 class Pipeline:
-    """Runs whole steps of a model over the pp axis, with this rank's two chunks, lower one first.
+    """Runs whole steps with this rank's two chunks, lower one first; `dtype` is that of compute.
 
-    `dtype` is the compute dtype. A ValueError for other chunks, or a `balance` out of range.
+    A ValueError for other than 2 chunks, or a `balance` out of range.
     """
 
     def __init__(
@@ -96,15 +94,15 @@ class Pipeline:
     def train_step(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
         """Forward and backward of this rank's micro-batches; gradients are added to `.grad`.
 
-        At least `2 * pp` (else a ValueError), of equal token counts. `num_targets` is
-        `count_targets` of the step; with 0 nothing is run.
+        At least `2 * pp` (else a ValueError), of equal token counts; `num_targets` is
+        `count_targets`, and with 0 nothing is run.
         """
         table = dualpipev(self.mesh.pp.size, len(batches))
         if num_targets == 0:
             return StepLosses(loss=0.0, num_targets=0)
         dtype = accumulation_dtype(self.dtype)
         scale = torch.tensor(1.0 / num_targets, dtype=dtype, device=self.device)
-        return _Step(self, batches, scale).run(table[self.mesh.pp.rank], num_targets)
+        return _Step(self, batches, scale).run(table, num_targets)
 
     def saved_counts(self) -> dict[str, list[int]]:
         """`expert_counts` of the whole model, for JSON; all ranks of pp call it."""
@@ -122,12 +120,10 @@ class Pipeline:
     def evaluate(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
         """Forward only; as `train_step`, without balance and z-loss (0)."""
         table = forward_only(self.mesh.pp.size, len(batches))
-        return _Step(self, batches, None).run(table[self.mesh.pp.rank], num_targets)
+        return _Step(self, batches, None).run(table, num_targets)
 
 
 class _Step:
-    """One step."""
-
     def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], loss_scale: Tensor | None):
         self.pipeline, self.batches, self.loss_scale = pipeline, batches, loss_scale
         self.passes: dict[tuple[int, int], ChunkPass] = {}
@@ -137,9 +133,9 @@ class _Step:
         self.sums = torch.zeros(3, dtype=torch.float64, device=pipeline.device)
         self.expert_counts: dict[int, Tensor] = {}
 
-    def run(self, slots: Sequence[Slot], num_targets: int) -> StepLosses:
+    def run(self, table: ScheduleTable, num_targets: int) -> StepLosses:
         sends: tuple[Transfer, ...] = ()
-        for slot in slots:
+        for slot in table[self.pipeline.mesh.pp.rank]:
             self._exchange(sends, slot.receives)
             self._act(slot.action)
             sends = slot.sends
@@ -176,10 +172,10 @@ class _Step:
 
     def _exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         pipeline, arriving = self.pipeline, []
-        for transfer in receives:
-            size = (self.batches[transfer.micro_batch].tokens.numel(), pipeline.hidden_size)
+        for t in receives:
+            size = (self.batches[t.micro_batch].tokens.numel(), pipeline.hidden_size)
             hidden = torch.empty(size, dtype=pipeline.dtype, device=pipeline.device)
-            arriving.append((hidden, transfer.peer))
+            arriving.append((hidden, t.peer))
         leaving = [(self.parcels.pop(t.output).contiguous(), t.peer) for t in sends]
         started = exchange(leaving, arriving, pipeline.mesh.pp)
         if receives:
@@ -187,8 +183,8 @@ class _Step:
             # Exchanges run one after the other: the earlier ones are over.
             self._drop_sent()
         self.started.append(started)
-        for transfer, (hidden, _) in zip(receives, arriving, strict=True):
-            self.parcels[transfer.output] = hidden
+        for t, (hidden, _) in zip(receives, arriving, strict=True):
+            self.parcels[t.output] = hidden
 
     def _drop_sent(self) -> None:
         for earlier in self.started:
