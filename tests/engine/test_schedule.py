@@ -23,12 +23,11 @@ from pith_engine.schedule_check import check_schedule
 from pith_engine.simulate import meetings, simulate, unit_schedule_costs
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
-F, B, I, W, O = (
+F, B, I, W = (
     ActionKind.FORWARD,
     ActionKind.BACKWARD,
     ActionKind.BACKWARD_INPUT,
     ActionKind.WEIGHT,
-    ActionKind.OVERLAP,
 )
 TORCH_NAMES = {
     "FORWARD": F,
@@ -57,9 +56,7 @@ def test_compute_order_equals_torch(pp):
     for num_micro_batches in (2 * pp, 2 * pp + 1, 3 * pp + 1, 4 * pp):
         table = dualpipev(pp, num_micro_batches)
         for rank, row in enumerate(table):
-            ours = [
-                tuple((p.kind, p.chunk, p.micro_batch) for p in slot.action.parts) for slot in row
-            ]
+            ours = [tuple((a.kind, a.chunk, a.micro_batch) for a in slot.actions) for slot in row]
             assert ours == torch_row(pp, rank, num_micro_batches)
 
 
@@ -87,12 +84,16 @@ def test_one_rank_by_hand():
         Action(kind=F, chunk=1, micro_batch=0),
         Action(kind=F, chunk=0, micro_batch=1),
         Action(kind=B, chunk=1, micro_batch=0),
-        Action(kind=O, chunk=1, micro_batch=1, backward_chunk=0, backward_micro_batch=0),
+        (
+            Action(kind=F, chunk=1, micro_batch=1),
+            Action(kind=B, chunk=0, micro_batch=0),
+        ),
         Action(kind=B, chunk=1, micro_batch=1),
         Action(kind=I, chunk=0, micro_batch=1),
         Action(kind=W, chunk=0, micro_batch=1),
     ]
-    assert dualpipev(1, 2) == (tuple(Slot(action=action) for action in expected),)
+    actions = [a if isinstance(a, tuple) else (a,) for a in expected]
+    assert dualpipev(1, 2) == (tuple(Slot(actions=a) for a in actions),)
 
 
 def test_two_ranks_evaluate_by_hand():
@@ -101,12 +102,12 @@ def test_two_ranks_evaluate_by_hand():
     to_3 = Transfer(kind=hidden, chunk=3, micro_batch=0, peer=0)
     assert forward_only(2, 1) == (
         (
-            Slot(action=Action(kind=F, chunk=0, micro_batch=0), sends=(to_1,)),
-            Slot(action=Action(kind=F, chunk=3, micro_batch=0), receives=(replace(to_3, peer=1),)),
+            alone(Action(kind=F, chunk=0, micro_batch=0), sends=(to_1,)),
+            alone(Action(kind=F, chunk=3, micro_batch=0), receives=(replace(to_3, peer=1),)),
         ),
         (
-            Slot(action=Action(kind=F, chunk=1, micro_batch=0), receives=(replace(to_1, peer=0),)),
-            Slot(action=Action(kind=F, chunk=2, micro_batch=0), sends=(to_3,)),
+            alone(Action(kind=F, chunk=1, micro_batch=0), receives=(replace(to_1, peer=0),)),
+            alone(Action(kind=F, chunk=2, micro_batch=0), sends=(to_3,)),
         ),
     )
 
@@ -140,6 +141,10 @@ def assert_refused(table: ScheduleTable, match: str | None = None, pp: int = 3) 
         check_schedule(table, 2 * pp + 1)
 
 
+def alone(action: Action, **transfers) -> Slot:
+    return Slot(actions=(action,), **transfers)
+
+
 def places(table: ScheduleTable):
     return [(rank, k, slot) for rank, row in enumerate(table) for k, slot in enumerate(row)]
 
@@ -149,7 +154,9 @@ def test_every_single_dropped_transfer_is_refused():
     for rank, k, slot in places(table):
         for t in slot.receives:
             rest = tuple(r for r in slot.receives if r != t)
-            assert_refused(with_slot(table, rank, k, receives=rest), "before its input is received")
+            assert_refused(
+                with_slot(table, rank, k, receives=rest), "before their input is received"
+            )
         for t in slot.sends:
             rest = tuple(s for s in slot.sends if s != t)
             assert_refused(with_slot(table, rank, k, sends=rest), "never sent")
@@ -176,29 +183,30 @@ def test_every_removed_or_doubled_action_is_refused():
         for rank, k, slot in places(table):
             row = list(table[rank])
             assert_refused(with_row(table, rank, row[:k] + row[k + 1 :]), pp=pp)
-            alone = Slot(action=slot.action)
-            assert_refused(with_row(table, rank, [*row[: k + 1], alone, *row[k + 1 :]]), pp=pp)
+            again = Slot(actions=slot.actions)
+            assert_refused(with_row(table, rank, [*row[: k + 1], again, *row[k + 1 :]]), pp=pp)
 
 
 def test_named_faults_of_compute():
     table = good()
-    rank, k, _ = next(p for p in places(table) if p[2].action.kind is W)
+    rank, k, _ = next(p for p in places(table) if p[2].actions[0].kind is W)
     row = list(table[rank])
     assert_refused(with_row(table, rank, row[:k] + row[k + 1 :]), "oldest deferred|never run")
     last = list(table[2])
-    assert last[-1].action.kind is W
+    assert last[-1].actions[0].kind is W
     assert_refused(with_row(table, 2, last[:-1]), "never run")
     assert_refused(with_row(table, 2, [*last[:-2], last[-1], last[-2]]), "oldest deferred")
-    first = table[0][0].action
-    assert_refused(with_row(table, 0, [Slot(action=first), *table[0]]), r"micro-batches \[0, 0, 1")
-    foreign = Slot(action=Action(kind=F, chunk=1, micro_batch=0))
+    first = table[0][0].actions[0]
+    assert_refused(with_row(table, 0, [alone(first), *table[0]]), r"micro-batches \[0, 0, 1")
+    foreign = alone(Action(kind=F, chunk=1, micro_batch=0))
     assert_refused(with_row(table, 0, [foreign, *table[0]]), "chunk 1 runs forward")
-    beyond = Slot(action=replace(first, micro_batch=7))
+    beyond = alone(replace(first, micro_batch=7))
     assert_refused(with_row(table, 0, [*table[0], beyond]), r"5, 6, 7\]")
-    early = Slot(action=Action(kind=B, chunk=5, micro_batch=0))
+    early = alone(Action(kind=B, chunk=5, micro_batch=0))
     assert_refused(with_row(table, 0, [early, *table[0]]), "before its forward")
-    incomplete = Slot(action=Action(kind=O, chunk=0, micro_batch=0, backward_chunk=5))
-    assert_refused(with_row(table, 0, [incomplete, *table[0]]), "OVERLAP needs both")
+    for actions in ((), (first, first), (*early.actions, first), early.actions * 2):
+        other = with_row(table, 0, [*table[0], Slot(actions=actions)])
+        assert_refused(other, r"slot \d+ has .*one, or a forward and a backward")
 
 
 def test_other_numbers_of_micro_batches_and_kinds_are_refused():
@@ -232,7 +240,7 @@ def execute(table: ScheduleTable) -> Counter:
                 label = queues[t.peer, rank].pop(0)
                 assert label == (t.kind, t.chunk, t.micro_batch)
                 held[rank][label] = label
-            for part in slot.action.parts:
+            for part in slot.actions:
                 done[part.kind, part.chunk, part.micro_batch] += 1
                 if part.kind is F:
                     if part.chunk > 0:
@@ -290,7 +298,10 @@ def test_swapped_neighbours_are_refused_or_harmless():
 def test_swapped_micro_batches_are_refused():
     table = good()
     row = list(table[0])
-    row[0], row[1] = (replace(row[0], action=row[1].action), replace(row[1], action=row[0].action))
+    row[0], row[1] = (
+        replace(row[0], actions=row[1].actions),
+        replace(row[1], actions=row[0].actions),
+    )
     assert_refused(with_row(table, 0, row), "ascending")
 
 
@@ -300,7 +311,7 @@ def test_local_turn_is_ordered():
     row[0], row[1] = row[1], row[0]
     assert_refused(
         with_row(table, 0, row),
-        r"before its input is received, or made here: \[\(<TransferKind",
+        r"before their input is received, or made here: \[\(<TransferKind",
         pp=1,
     )
 
@@ -326,7 +337,7 @@ def test_receives_posted_when_needed_deadlock():
         for slot in row:
             waiting.update({(t.kind, t.chunk, t.micro_batch): t for t in slot.receives})
             now = []
-            for part in slot.action.parts:
+            for part in slot.actions:
                 kind = TransferKind.HIDDEN if part.kind is F else TransferKind.GRADIENT
                 if part.kind is not W:
                     now.append(waiting.pop((kind, part.chunk, part.micro_batch), None))
@@ -337,7 +348,7 @@ def test_receives_posted_when_needed_deadlock():
 
 def test_crossing_meetings_deadlock():
     """Both ranks send before they post the receive that the other one waits for."""
-    slots = [Slot(action=Action(kind=W, chunk=0, micro_batch=0))] * 3
+    slots = [alone(Action(kind=W, chunk=0, micro_batch=0))] * 3
     to_1 = Transfer(kind=TransferKind.HIDDEN, chunk=1, micro_batch=0, peer=1)
     to_0 = Transfer(kind=TransferKind.GRADIENT, chunk=0, micro_batch=0, peer=0)
     from_0, from_1 = replace(to_1, peer=0), replace(to_0, peer=1)
@@ -370,7 +381,7 @@ def test_too_many_live_activations_are_refused():
         for m in range(num_micro_batches)
         for chunk in (1, 0)
     ]
-    table = (tuple(Slot(action=action) for action in actions),)
+    table = (tuple(map(alone, actions)),)
     with pytest.raises(ValueError, match="holds 8 activations, at most 3"):
         check_schedule(table, num_micro_batches)
 
@@ -396,6 +407,6 @@ def test_tables_hold_facts_only(table):
 
 def test_the_guard_sees_a_callable():
     slot = good()[0][0]
-    assert not facts(replace(slot, action=len))
+    assert not facts(replace(slot, actions=len))
     assert not facts(replace(slot, receives=("dualpipev",)))
     assert not facts([slot])

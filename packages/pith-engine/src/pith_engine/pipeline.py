@@ -4,7 +4,7 @@ For each slot of its row of the table, a rank
 
     1. starts one batched exchange: the sends of the previous slot and the receives of this one,
     2. waits for the receives and drops what earlier exchanges have sent,
-    3. runs the action: the operations of `overlap.py` for a forward, a backward, or both,
+    3. runs the actions: the operations of `overlap.py` for a forward, a backward, or both,
     4. keeps the results for this rank's other chunk or the next exchange.
 
 Only `hidden` and its gradient travel, `[T, H]` in the compute dtype.
@@ -137,7 +137,7 @@ class _Step:
         sends: tuple[Transfer, ...] = ()
         for slot in table[self.pipeline.mesh.pp.rank]:
             self._exchange(sends, slot.receives)
-            self._act(slot.action)
+            self._act(slot.actions)
             sends = slot.sends
         self._exchange(sends, ())
         self._drop_sent()
@@ -191,18 +191,18 @@ class _Step:
             earlier.wait_sends()
         self.started.clear()
 
-    def _act(self, action: Action) -> None:
+    def _act(self, actions: Sequence[Action]) -> None:
         pipeline, pp = self.pipeline, self.pipeline.mesh.pp.size
-        inputs = {output[0]: self.parcels.pop(output) for output in needed_outputs(action, pp)}
+        inputs = {output[0]: self.parcels.pop(output) for output in needed_outputs(actions, pp)}
         forward: ChunkPass | None = None
         backward: ChunkPass | None = None
-        for part in action.parts:
-            place = (part.chunk, part.micro_batch)
-            match part.kind:
+        for action in actions:
+            place = (action.chunk, action.micro_batch)
+            match action.kind:
                 case ActionKind.FORWARD:
                     forward = ChunkPass(
-                        pipeline.chunks[part.chunk],
-                        self.batches[part.micro_batch],
+                        pipeline.chunks[action.chunk],
+                        self.batches[action.micro_batch],
                         pipeline.mesh,
                         hidden=inputs.pop(TransferKind.HIDDEN, None),
                         balance=pipeline.balance,
@@ -217,12 +217,12 @@ class _Step:
                 case _:
                     backward = self.passes.pop(place)
                     backward.output_grad = inputs.pop(TransferKind.GRADIENT, None)
-                    if part.kind is ActionKind.BACKWARD_INPUT:
+                    if action.kind is ActionKind.BACKWARD_INPUT:
                         self.deferred[place] = backward.weight_grads
         operations = interleave(
             None if forward is None else len(forward.layers),
             None if backward is None else len(backward.layers),
-            defer_weights=action.kind is ActionKind.BACKWARD_INPUT,
+            defer_weights=actions[0].kind is ActionKind.BACKWARD_INPUT,
             recompute=pipeline.recompute,
         )
         run_operations(operations, forward, backward, pipeline.streams)
@@ -231,9 +231,9 @@ class _Step:
             made, forward.output = [forward.output], None
             self.sums += forward.sums
             if forward.expert_counts:
-                counts = torch.stack(forward.expert_counts)
-                self.expert_counts[action.chunk] = counts + self.expert_counts.get(action.chunk, 0)
+                chunk, counts = actions[0].chunk, torch.stack(forward.expert_counts)
+                self.expert_counts[chunk] = counts + self.expert_counts.get(chunk, 0)
         if backward is not None:
             made.append(backward.input_grad)
         tensors = [tensor for tensor in made if tensor is not None]
-        self.parcels.update(zip(made_outputs(action, pp), tensors, strict=True))
+        self.parcels.update(zip(made_outputs(actions, pp), tensors, strict=True))

@@ -36,16 +36,22 @@ def _check_compute(
 ) -> None:
     forwards, backwards = defaultdict(list), defaultdict(list)
     deferred = deque[tuple[int, int]]()
-    for part in (part for slot in row for part in slot.action.parts):
-        work = (part.chunk, part.micro_batch)
-        match part.kind:
+    for k, slot in enumerate(row):
+        kinds = [action.kind for action in slot.actions]
+        if len(kinds) != 1 and kinds != [ActionKind.FORWARD, ActionKind.BACKWARD]:
+            raise ValueError(
+                f"rank {rank}, slot {k} has {kinds}; allowed is one, or a forward and a backward"
+            )
+    for action in (action for slot in row for action in slot.actions):
+        work = (action.chunk, action.micro_batch)
+        match action.kind:
             case ActionKind.FORWARD:
-                forwards[part.chunk].append(part.micro_batch)
+                forwards[action.chunk].append(action.micro_batch)
             case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
-                if part.micro_batch not in forwards[part.chunk]:
+                if action.micro_batch not in forwards[action.chunk]:
                     raise ValueError(f"rank {rank}: backward of {work} before its forward")
-                backwards[part.chunk].append(part.micro_batch)
-                if part.kind is ActionKind.BACKWARD_INPUT:
+                backwards[action.chunk].append(action.micro_batch)
+                if action.kind is ActionKind.BACKWARD_INPUT:
                     deferred.append(work)
             case _:
                 if not deferred or deferred.popleft() != work:
@@ -72,13 +78,13 @@ def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:
     unsent: dict[Output, int] = {}
     for k, slot in enumerate(row):
         held.update(t.output for t in slot.receives)
-        missing = [need for need in needed_outputs(slot.action, pp) if need not in held]
+        missing = [need for need in needed_outputs(slot.actions, pp) if need not in held]
         if missing:
             raise ValueError(
-                f"rank {rank}, slot {k}: {slot.action} runs before its input is received, or made "
-                f"here: {missing}"
+                f"rank {rank}, slot {k}: {slot.actions} run before their input is received, or "
+                f"made here: {missing}"
             )
-        for made in made_outputs(slot.action, pp):
+        for made in made_outputs(slot.actions, pp):
             target = chunk_rank(made[1], pp)
             if target == rank:
                 held.add(made)

@@ -1,7 +1,7 @@
 """Run a schedule table with given costs: when each slot runs, and the bubble.
 
 The rules are the executor's (`schedule.py`), with the strictest exchanges of any backend: one
-starts when the rank's previous exchange and action are over, and is over when all its partners have
+starts when the rank's previous exchange and slot are over, and is over when all its partners have
 started. With one cost for all chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every
 rank (DeepSeek DualPipe): F&B an overlapped slot, B a full backward, W its weight part.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import zip_longest
 
-from pith_engine.schedule import Action, ActionKind, ScheduleTable, Slot
+from pith_engine.schedule import ActionKind, ScheduleTable, Slot
 
 Place = tuple[int, int]
 """Rank, and the slot before which it issues an exchange; the number of slots for the last one."""
@@ -27,7 +27,7 @@ class ScheduleCosts:
     weight: tuple[float, ...]
     """Of the weight gradients."""
     overlap: float = 1.0
-    """An overlapped slot over the sum of its parts."""
+    """Of overlapped actions, over the sum of both."""
     transfer: float = 0.0
     """Of an exchange, once all partners have started."""
 
@@ -38,17 +38,16 @@ class ScheduleCosts:
                 f"{len(self.backward_input)} and {len(self.weight)} values; each needs 2 * pp"
             )
 
-    def duration(self, action: Action) -> float:
-        """How long one action runs."""
-        total = 0.0
-        for part in action.parts:
-            if part.kind is ActionKind.FORWARD:
-                total += self.forward[part.chunk]
-            if part.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
-                total += self.backward_input[part.chunk]
-            if part.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
-                total += self.weight[part.chunk]
-        return total * self.overlap if action.kind is ActionKind.OVERLAP else total
+    def duration(self, slot: Slot) -> float:
+        """How long a slot's actions run."""
+        costs = {
+            ActionKind.FORWARD: (self.forward,),
+            ActionKind.BACKWARD: (self.backward_input, self.weight),
+            ActionKind.BACKWARD_INPUT: (self.backward_input,),
+            ActionKind.WEIGHT: (self.weight,),
+        }
+        total = sum(cost[action.chunk] for action in slot.actions for cost in costs[action.kind])
+        return total * self.overlap if len(slot.actions) > 1 else total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,7 @@ def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
             over += costs.transfer if partners[rank, k - 1] else 0.0
             start = over if slot.receives else 0.0
             starts[rank].append(max([start, *ends[rank][-1:]]))
-            ends[rank].append(starts[rank][-1] + costs.duration(slot.action))
+            ends[rank].append(starts[rank][-1] + costs.duration(slot))
             over = max(over, ends[rank][-1])
         begun[rank, k] = over
     return Timeline(
@@ -143,7 +142,7 @@ def meetings(table: ScheduleTable) -> defaultdict[Place, list[Place]]:
 def _peak_live(row: tuple[Slot, ...]) -> int:
     live = peak = 0
     for slot in row:
-        kinds = [part.kind for part in slot.action.parts]
+        kinds = [action.kind for action in slot.actions]
         live += kinds.count(ActionKind.FORWARD)
         peak = max(peak, live)
         live -= kinds.count(ActionKind.BACKWARD) + kinds.count(ActionKind.WEIGHT)
