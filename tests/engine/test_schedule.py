@@ -98,8 +98,8 @@ def test_one_rank_by_hand():
 
 def test_two_ranks_evaluate_by_hand():
     hidden = TransferKind.HIDDEN
-    to_1 = Transfer(kind=hidden, chunk=1, micro_batch=0, peer=1)
-    to_3 = Transfer(kind=hidden, chunk=3, micro_batch=0, peer=0)
+    to_1 = Transfer(output=(hidden, 1, 0), peer=1)
+    to_3 = Transfer(output=(hidden, 3, 0), peer=0)
     assert forward_only(2, 1) == (
         (
             alone(Action(kind=F, chunk=0, micro_batch=0), sends=(to_1,)),
@@ -238,7 +238,7 @@ def execute(table: ScheduleTable) -> Counter:
                 continue
             for t in slot.receives:
                 label = queues[t.peer, rank].pop(0)
-                assert label == (t.kind, t.chunk, t.micro_batch)
+                assert label == t.output
                 held[rank][label] = label
             for part in slot.actions:
                 done[part.kind, part.chunk, part.micro_batch] += 1
@@ -259,8 +259,7 @@ def execute(table: ScheduleTable) -> Counter:
                     label = (TransferKind.GRADIENT, part.chunk - 1, part.micro_batch)
                 held[rank][label] = label
             for t in slot.sends:
-                label = (t.kind, t.chunk, t.micro_batch)
-                queues.setdefault((rank, t.peer), []).append(held[rank].pop(label))
+                queues.setdefault((rank, t.peer), []).append(held[rank].pop(t.output))
             reached[rank] += 1
         assert reached != before, "nothing can run"
     assert not any(queues.values())
@@ -335,7 +334,7 @@ def test_receives_posted_when_needed_deadlock():
         waiting: dict[tuple, Transfer] = {}
         slots = []
         for slot in row:
-            waiting.update({(t.kind, t.chunk, t.micro_batch): t for t in slot.receives})
+            waiting.update({t.output: t for t in slot.receives})
             now = []
             for part in slot.actions:
                 kind = TransferKind.HIDDEN if part.kind is F else TransferKind.GRADIENT
@@ -349,8 +348,8 @@ def test_receives_posted_when_needed_deadlock():
 def test_crossing_meetings_deadlock():
     """Both ranks send before they post the receive that the other one waits for."""
     slots = [alone(Action(kind=W, chunk=0, micro_batch=0))] * 3
-    to_1 = Transfer(kind=TransferKind.HIDDEN, chunk=1, micro_batch=0, peer=1)
-    to_0 = Transfer(kind=TransferKind.GRADIENT, chunk=0, micro_batch=0, peer=0)
+    to_1 = Transfer(output=(TransferKind.HIDDEN, 1, 0), peer=1)
+    to_0 = Transfer(output=(TransferKind.GRADIENT, 0, 0), peer=0)
     from_0, from_1 = replace(to_1, peer=0), replace(to_0, peer=1)
     send_first = lambda send, receive: (  # noqa: E731
         replace(slots[0], sends=(send,)),

@@ -49,9 +49,9 @@ from pith_engine.runtime import Exchange, exchange
 
 
 def shard_batch(batch: Batch, cp: Axis) -> Batch:
-    """This rank's two blocks of every sequence; documents stay offsets into the whole.
+    """This rank's two blocks of every sequence, of a length that `2 * cp` must divide.
 
-    A ValueError when `2 * cp` does not divide the sequence length.
+    Documents stay offsets into the whole.
     """
     if cp.size == 1:
         return batch
@@ -82,7 +82,7 @@ def context_attention(
     """Causal attention within the sequences and documents of a batch.
 
     `query [T, Hq, D]`, `key [T, Hkv, D]`, `value [T, Hkv, Dv]` -> `[T, Hq, Dv]`; a query sees the
-    `window` keys that end with its own (None, 0: all); scale and sinks as in `attention`.
+    `window` keys up to its own (None, 0: all); scale and sinks as in `attention`.
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, key, value = (x.unflatten(0, sequences) for x in (query, key, value))
@@ -119,9 +119,7 @@ def latent_attention(
 ) -> Tensor:
     """As `context_attention`, with keys and values expanded from a latent.
 
-    `query [T, Hq, Dn + Dr]`, `latent [T, R]`, `rotary_key [T, Dr]`, `kv_b [Hq * (Dn + Dv), R]` ->
-    `[T, Hq, Dv]`. Of `kv_b_h latent`, the first Dn and the rotary key are head h's key, the rest
-    its value.
+    `query [T, Hq, Dn + Dr]`; the others as in `expand_latent`, `[T, ...]` for `[B, K, ...]`.
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, latent, rotary_key = (x.unflatten(0, sequences) for x in (query, latent, rotary_key))
@@ -130,7 +128,7 @@ def latent_attention(
 
 
 class _Call:
-    """The facts of one attention; spans are places in a sequence."""
+    """One attention; spans are places in a sequence."""
 
     def __init__(
         self,
@@ -143,7 +141,7 @@ class _Call:
     ):
         self.cp, self.window = cp, window or None
         self.length = batch.sequence_length * cp.size  # of an unsharded sequence
-        self.block = self.length // (2 * cp.size)
+        self.block = batch.sequence_length // 2
         self.offsets = batch.documents  # and of sequences, in the unsharded tokens
         if self.offsets is not None:
             self.offsets = sequence_offsets(self.offsets, batch.num_sequences, self.length)
@@ -172,7 +170,7 @@ class _Call:
         return counts
 
     def meeting(self, source: int) -> tuple[slice, slice, Visibility]:
-        """Rows of queries here, rows of a rank's keys that they see, and how."""
+        """Rows of queries here, those of a rank's keys that they see, and how."""
         both, early, late = slice(None), slice(0, self.block), slice(self.block, None)
         mine, theirs = self.spans(self.cp.rank), self.spans(source)
         if source == self.cp.rank:
@@ -273,7 +271,7 @@ def _round(tensors: list[Tensor], cp: Axis) -> Iterator[tuple[int, list[Tensor]]
 
 
 def _hop(tensors: list[Tensor], cp: Axis) -> tuple[Exchange, list[Tensor]]:
-    """Start to send to the next rank; what will arrive from the one before."""
+    """Start to send to the next rank; what will arrive."""
     if cp.size == 1:
         return exchange([], [], cp), tensors
     arriving = [torch.empty_like(x) for x in tensors]
@@ -305,7 +303,7 @@ class _Halo(torch.autograd.Function):
 
 
 def _exchange_halos(kv: Tensor, blocks: list[Tensor], call: _Call, *, home: bool) -> None:
-    """Add rows of `kv` to halos of later blocks, or (`home`) halos to the rows they are of."""
+    """Add rows of `kv` to halos of later blocks, or (`home`) halos to their rows."""
     cp, size = call.cp, call.block
     own, sends, receives, sums = _blocks_of(cp.rank, cp), [], [], []
     for block in range(2 * cp.size):

@@ -1,8 +1,8 @@
 """Expert parallelism: how tokens reach the ranks of their experts and come back.
 
-A token travels once to each rank that holds any of its experts, with expert ids and routing
-weights; that rank returns one weighted sum of their outputs (DeepSeek-V3, arXiv 2412.19437,
-section 3.2.2, without the node limit). With the index maths of `pith_ops.dispatch`:
+A token travels once to each rank with any of its experts, beside their ids and weights; that rank
+returns one weighted sum of their outputs (DeepSeek-V3, arXiv 2412.19437, section 3.2.2, without the
+node limit). With the index maths of `pith_ops.dispatch`:
 
     forward    pack_tokens -> exchange_rows -> gather_rows -> experts -> weighted_partial_sums
                -> exchange_rows -> sum_ranks
@@ -45,13 +45,8 @@ class Route:
     """(Row, expert) pairs received for each local expert."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """How received rows map to expert order."""
-
-    weights: Tensor
-    """`[M, K]`, 0 where the slot is not ours."""
-    plan: ExpertPlan
+Arrival = tuple[Tensor, ExpertPlan]
+"""Weights of received rows `[M, K]`, 0 where the slot is not ours, and their order by expert."""
 
 
 def route_tokens(routing: Routing, num_local_experts: int, axis: Axis) -> Route:
@@ -88,14 +83,14 @@ def open_metadata(metadata: Tensor, route: Route) -> Arrival:
     Copied: what was received may be dropped once the experts are launched.
     """
     ids, weights = metadata.chunk(2, dim=1)
-    plan = plan_experts(ids.to(torch.int32), route.expert_sizes)
-    return Arrival(weights=weights.clone(), plan=plan)
+    return weights.clone(), plan_experts(ids.to(torch.int32), route.expert_sizes)
 
 
-def exchange_rows(rows: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-    """Send and receive so many rows of each rank, in order."""
+def exchange_rows(rows: Tensor, route: Route, axis: Axis, *, back: bool) -> Tensor:
+    """Rows in send order -> as received, or `back`."""
     if axis.size == 1:
         return rows
+    sent, received = (route.received, route.sent) if back else (route.sent, route.received)
     output = rows.new_empty(sum(received), *rows.shape[1:])
     all_to_all(output, rows, received, sent, axis)
     return output

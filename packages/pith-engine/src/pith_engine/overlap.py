@@ -1,9 +1,9 @@
 """One micro-batch's forward interleaved with another's backward, as a list of facts.
 
-A chunk of L layers has segments 0 .. L: segment l is one autograd graph, the aggregate of layer
-l - 1 (l > 0) followed by the attention of layer l (l < L). The backward's COMBINE and DISPATCH
-reverse the forward's. Both sides share one compute stream; the all-to-alls of each have their own.
-Iteration i of a list enqueues, with l = i and j = num_backward_layers - 1 - i:
+A chunk of L layers has segments 0 .. L: segment l is the aggregate of layer l - 1 (l > 0) and the
+attention of layer l (l < L). The backward's COMBINE and DISPATCH reverse the forward's. Both sides
+share one compute stream; the all-to-alls of each have their own. Iteration i of a list enqueues,
+with l = i and j = num_backward_layers - 1 - i:
 
     1. F COMBINE l-1     runs under 2
     2. B SEGMENT j+1     after its recomputation, if any
@@ -16,15 +16,13 @@ Iteration i of a list enqueues, with l = i and j = num_backward_layers - 1 - i:
     9. F EXPERTS l       waits for 6
 
 1 stands before 2: behind the many launches of a segment it would start late and run exposed. 4 ends
-with the host reading counts, while the device does 5. All ranks of an ep axis run one list, so
-collectives meet in one order.
+with the host reading counts. All ranks of an ep axis run one list, so collectives meet in order.
 
 The trap is memory: what the host drops goes back to the pool of the stream it was made on, which
 may hand it out again before another stream has read it. So a value is freed only where every later
 operation on its own stream is ordered after all its uses (a test proves it); across two lists,
-because a list's first operation on a communication stream waits for compute. Kept rows of
-F DISPATCH are dropped by RECOMPUTE EXPERTS, before 4, for which 6 waits; in 5, 6 could overwrite
-them.
+because a list's first communication waits for compute. Kept rows of F DISPATCH are dropped by
+RECOMPUTE EXPERTS, before 4, for which 6 waits; in 5, 6 could overwrite them.
 """
 
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ Recompute = Literal["none", "experts", "attention+experts"]
 
 
 class Stream(Enum):
-    """Where operations run, those of one stream in the order of the list."""
+    """Where operations run, each stream in the order of the list."""
 
     COMPUTE = "compute"
     FORWARD_COMM = "forward communication"
@@ -62,7 +60,7 @@ class OperationKind(Enum):
 
     @property
     def is_forward(self) -> bool:
-        """Whether it belongs to the micro-batch that runs forward."""
+        """Whether of the micro-batch that runs forward."""
         return self.value.startswith("forward")
 
     @property
@@ -136,8 +134,7 @@ def interleave(
 ) -> tuple[Operation, ...]:
     """The operations of one forward, one backward, or both overlapped, in host order.
 
-    None: no such side; `defer_weights`: the caller runs the weight gradients later. Every output
-    that is read is freed once.
+    None: no such side; `defer_weights`: the caller runs the weight gradients later.
     """
     order = host_order(num_forward_layers, num_backward_layers, defer_weights, recompute)
     users = output_users(order)

@@ -52,11 +52,11 @@ class StepLosses:
     balance: float = 0.0
     """Without coefficient, mean over layers: 1 is even, 0 is off."""
     z_loss: float = 0.0
-    """Without coefficient, mean over layers; 0 is off."""
+    """As `balance`."""
     max_load: float = 0.0
     """Largest expert load over the mean load of its layer; 0 without MoE layers."""
     dead_experts: int = 0
-    """Experts that no counted token chose, over all layers."""
+    """Experts of all layers that no counted token chose."""
     load_entropy: float = 0.0
     """Entropy of the load over its largest value, mean over layers: 1 is even."""
 
@@ -146,7 +146,7 @@ class _Step:
 
     def _losses(self, num_targets: int) -> StepLosses:
         mesh = self.pipeline.mesh
-        counts = [self.expert_counts[chunk] for chunk in sorted(self.expert_counts)]
+        counts = [count for _, count in sorted(self.expert_counts.items())]
         width = max((count.shape[1] for count in counts), default=1)
         empty = torch.zeros(0, width, dtype=torch.int64, device=self.pipeline.device)
         totals = all_reduce(torch.cat([*counts, empty]), mesh.data)
@@ -160,11 +160,12 @@ class _Step:
         own = torch.cat([own, worst]) * (mesh.data.rank == 0)
         sums = all_reduce(torch.cat([self.sums, own]), mesh.world)
         loss, balance, z_loss, dead_experts, entropy, num_layers, *max_loads = sums.tolist()
+        num_terms = max(num_targets * num_layers, 1)
         return StepLosses(
             loss=loss / max(num_targets, 1),
             num_targets=num_targets,
-            balance=balance / max(num_targets * num_layers, 1),
-            z_loss=z_loss / max(num_targets * num_layers, 1),
+            balance=balance / num_terms,
+            z_loss=z_loss / num_terms,
             max_load=max(max_loads),
             dead_experts=round(dead_experts),
             load_entropy=entropy / max(num_layers, 1),
@@ -173,7 +174,7 @@ class _Step:
     def _exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         pipeline, arriving = self.pipeline, []
         for t in receives:
-            size = (self.batches[t.micro_batch].tokens.numel(), pipeline.hidden_size)
+            size = (self.batches[t.output[2]].tokens.numel(), pipeline.hidden_size)
             hidden = torch.empty(size, dtype=pipeline.dtype, device=pipeline.device)
             arriving.append((hidden, t.peer))
         leaving = [(self.parcels.pop(t.output).contiguous(), t.peer) for t in sends]

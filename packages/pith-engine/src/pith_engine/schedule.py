@@ -42,15 +42,10 @@ class Action:
 
 
 class TransferKind(Enum):
-    """A chunk's output, or the gradient of its input."""
+    """What travels, and the step from the chunk that makes it to its consumer."""
 
-    HIDDEN = "hidden"
-    GRADIENT = "gradient"
-
-    @property
-    def step(self) -> int:
-        """From the chunk that makes it to its consumer."""
-        return 1 if self is TransferKind.HIDDEN else -1
+    HIDDEN = 1
+    GRADIENT = -1
 
 
 Output = tuple[TransferKind, int, int]
@@ -61,17 +56,9 @@ Output = tuple[TransferKind, int, int]
 class Transfer:
     """An output on its way, as one of two ranks sees it."""
 
-    kind: TransferKind
-    chunk: int
-    """The chunk that consumes it."""
-    micro_batch: int
+    output: Output
     peer: int
     """The pp rank at the other end."""
-
-    @property
-    def output(self) -> Output:
-        """What travels."""
-        return self.kind, self.chunk, self.micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +84,12 @@ def chunk_rank(chunk: int, pp: int) -> int:
 
 def needed_outputs(actions: Sequence[Action], pp: int) -> list[Output]:
     """What they take from neighbouring chunks."""
-    return [output for output in _inputs(actions) if 0 <= output[1] - output[0].step < 2 * pp]
+    return [output for output in _inputs(actions) if 0 <= output[1] - output[0].value < 2 * pp]
 
 
 def made_outputs(actions: Sequence[Action], pp: int) -> list[Output]:
     """What they make for neighbouring chunks."""
-    outputs = [(kind, chunk + kind.step, number) for kind, chunk, number in _inputs(actions)]
+    outputs = [(kind, chunk + kind.value, number) for kind, chunk, number in _inputs(actions)]
     return [output for output in outputs if 0 <= output[1] < 2 * pp]
 
 
@@ -204,13 +191,11 @@ def _with_transfers(rows: Sequence[Sequence[tuple[Action, ...]]]) -> ScheduleTab
         ends[rank, k] = starts[rank][k] + len(kinds) + kinds.count(ActionKind.BACKWARD)
     receives, sends = defaultdict(list), defaultdict(list)
     for output, place in sorted(makers.items(), key=lambda made: (ends[made[1]], made[1])):
-        (kind, chunk, micro_batch), source = output, place[0]
-        target = chunk_rank(chunk, pp)
+        source, target = place[0], chunk_rank(output[1], pp)
         if target != source:
             meets = bisect_left(starts[target], ends[place])
-            facts = {"kind": kind, "chunk": chunk, "micro_batch": micro_batch}
-            sends[place].append(Transfer(**facts, peer=target))
-            receives[target, meets].append(Transfer(**facts, peer=source))
+            sends[place].append(Transfer(output=output, peer=target))
+            receives[target, meets].append(Transfer(output=output, peer=source))
     return tuple(
         tuple(
             Slot(actions=actions, receives=tuple(receives[rank, k]), sends=tuple(sends[rank, k]))

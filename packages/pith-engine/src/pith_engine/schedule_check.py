@@ -19,7 +19,7 @@ def check_schedule(
 ) -> None:
     """Prove that a table computes and transfers everything once, in order, without deadlock.
 
-    And that no rank holds more than `2 * pp + 1` activations at once. Else a ValueError.
+    And that no rank holds more than `2 * pp + 1` activations; else a ValueError.
     """
     pp = len(table)
     for rank, row in enumerate(table):

@@ -1,9 +1,9 @@
 """Run a schedule table with given costs: when each slot runs, and the bubble.
 
-The rules are the executor's (`schedule.py`), with the strictest exchanges of any backend: one
-starts when the rank's previous exchange and slot are over, and is over when all its partners have
-started. With one cost for all chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every
-rank (DeepSeek DualPipe): F&B an overlapped slot, B a full backward, W its weight part.
+The rules are the executor's, with the strictest exchanges of any backend: one starts when the
+rank's previous exchange and slot are over, and is over when all its partners have started. With one
+cost for all chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek
+DualPipe): F&B an overlapped slot, B a full backward, W its weight part.
 """
 
 from collections import defaultdict
@@ -23,9 +23,8 @@ class ScheduleCosts:
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
-    """Of a backward without weight gradients."""
+    """Of a backward without `weight`."""
     weight: tuple[float, ...]
-    """Of the weight gradients."""
     overlap: float = 1.0
     """Of overlapped actions, over the sum of both."""
     transfer: float = 0.0

@@ -6,13 +6,13 @@ segment; the first embeds or takes the chunk's input, the last ends with the los
 output. Graphs never cross a boundary: what enters a segment or `experts` is a leaf, what leaves it
 a root. So forward and backward of different micro-batches interleave as `overlap.py` declares.
 
-With recomputation a stage keeps its inputs, and its graph is built just before its backward: of
-`experts` the rows that arrived, so no all-to-all is repeated, of a segment its leaves and the first
-run's expert ids. The last segment keeps its graph: its fused loss has no logits to save.
+With recomputation a graph is built just before its backward: of `experts` from the rows that
+arrived, so no all-to-all is repeated, of a segment from its leaves and the first run's expert ids.
+The last segment keeps its graph: its fused loss has no logits to save.
 
 The gradients of loss and balance roots are 1 / (global target count); nothing is rescaled later.
 
-The trap: when a result is dropped is part of the list (`Operation.frees`), so but for rows kept for
+The trap: the list says when a result is dropped (`Operation.frees`), so but for rows kept for
 recomputation no tensor that communication made may be kept past it: `open_metadata` copies.
 """
 
@@ -54,8 +54,8 @@ class Segment:
     leaves: list[Tensor]
     """Combined and residual `[T, H]`; of segment 0 the chunk's input, if any."""
     roots: list[GradientEdge | None] = field(default_factory=list)
-    """Tokens, residual and, with routing, weights and balance; at the end output or loss. Edges
-    keep no value alive; None where no gradient goes."""
+    """Tokens, residual and, with routing, weights and balance; at the end output or loss. None
+    where no gradient goes; edges keep no value alive."""
     residual: Tensor | None = None
     """`[T, H]`, until the next segment takes it."""
     route: Route | None = None
@@ -99,7 +99,7 @@ class ChunkPass:
         self.expert_calls: dict[int, tuple[Tensor, Tensor, Arrival | None]] = {}
         """Leaf, root and order (None: dense) of a layer's experts."""
         self.kept_rows: dict[int, tuple[Tensor, Arrival | None]] = {}
-        """What arrived at experts to be recomputed."""
+        """What arrived, for recomputation."""
         self.weight_grads = WeightGradQueue()
         self.expert_counts: list[Tensor] = []
         self.sums = self.batch.tokens.new_zeros(3, dtype=torch.float64)
@@ -110,10 +110,20 @@ class ChunkPass:
         self.input_grad: Tensor | None = None
 
     def forward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Aggregate of layer index - 1, attention of layer index; rows to dispatch."""
-        segment = self.segments[index] = Segment(leaves=self._segment_leaves(index, arrived))
+        """Aggregate below, attention of layer `index`; rows to dispatch."""
+        values = [] if self.hidden is None else [self.hidden]
+        if index > 0:
+            below, combined = self.segments[index - 1], arrived[0]
+            if below.route is not None:
+                combined = sum_ranks(combined, below.route.plan)
+            assert below.residual is not None, "the segment below has run, and only once"
+            values, below.residual = [combined, below.residual], None
+            if self.loss_scale is None:
+                del self.segments[index - 1]
+        leaves = [value.detach().requires_grad_(self.loss_scale is not None) for value in values]
+        segment = self.segments[index] = Segment(leaves=leaves)
         if index == len(self.layers):
-            root = self._enter(index, segment.leaves)
+            root = self._enter(index, leaves)
             if self.chunk.is_last:
                 root = self.chunk.loss(root, self.batch)
                 self.sums[0] += root.detach()
@@ -140,14 +150,12 @@ class ChunkPass:
 
     def exchange(self, operation: Operation, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """All-to-all to a layer's experts or back; the rows of a dense layer stay."""
-        route = self.segments[operation.index].route
+        kind, route = operation.kind, self.segments[operation.index].route
         if route is None:
             return rows
-        sizes = route.sent, route.received
-        if operation.kind in (OperationKind.FORWARD_COMBINE, OperationKind.BACKWARD_DISPATCH):
-            sizes = sizes[::-1]
-        axis = self.mesh.ep if operation.kind.is_forward else self.mesh.ep_backward
-        return tuple(exchange_rows(row, *sizes, axis) for row in rows)
+        back = kind in (OperationKind.FORWARD_COMBINE, OperationKind.BACKWARD_DISPATCH)
+        axis = self.mesh.ep if kind.is_forward else self.mesh.ep_backward
+        return tuple(exchange_rows(row, route, axis, back=back) for row in rows)
 
     def forward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One partial sum for each row that arrived."""
@@ -163,7 +171,7 @@ class ChunkPass:
         outputs = call[1].detach()
         if arrival is None:
             return (outputs,)
-        return (weighted_partial_sums(outputs, arrival.weights, arrival.plan),)
+        return (weighted_partial_sums(outputs, *arrival),)
 
     def recompute_segment(self, index: int) -> None:
         """Build the graph of an inner segment."""
@@ -206,23 +214,9 @@ class ChunkPass:
         if arrival is None:
             torch.autograd.backward([root], [received[0]])
             return (_gradient(leaf),)
-        outputs_grad, weights_grad = weighted_partial_sums_backward(
-            received[0], root.detach(), arrival.weights, arrival.plan
-        )
-        torch.autograd.backward([root], [outputs_grad])
-        return sum_pairs(_gradient(leaf), arrival.plan), weights_grad
-
-    def _segment_leaves(self, index: int, arrived: tuple[Tensor, ...]) -> list[Tensor]:
-        values = [] if self.hidden is None else [self.hidden]
-        if index > 0:
-            below, combined = self.segments[index - 1], arrived[0]
-            if below.route is not None:
-                combined = sum_ranks(combined, below.route.plan)
-            assert below.residual is not None, "the segment below has run, and only once"
-            values, below.residual = [combined, below.residual], None
-            if self.loss_scale is None:
-                del self.segments[index - 1]
-        return [value.detach().requires_grad_(self.loss_scale is not None) for value in values]
+        grads = weighted_partial_sums_backward(received[0], root.detach(), *arrival)
+        torch.autograd.backward([root], grads[:1])
+        return sum_pairs(_gradient(leaf), arrival[1]), grads[1]
 
     def _enter(self, index: int, leaves: list[Tensor]) -> Tensor:
         if index > 0:
@@ -240,9 +234,10 @@ class ChunkPass:
     def _run_experts(
         self, index: int, received: Tensor, arrival: Arrival | None
     ) -> tuple[Tensor, Tensor, Arrival | None]:
-        rows = received if arrival is None else gather_rows(received, arrival.plan)
+        rows, groups = received, None
+        if arrival is not None:
+            rows, groups = gather_rows(received, arrival[1]), arrival[1].groups
         leaf = rows.detach().requires_grad_(self.loss_scale is not None)
-        groups = None if arrival is None else arrival.plan.groups
         return leaf, self.layers[index].experts(leaf, groups, self.weight_grads), arrival
 
     def _add_balance(self, segment: Segment, routing: Routing) -> Tensor:
@@ -259,7 +254,7 @@ def run_operations(
     backward: ChunkPass | None,
     streams: Mapping[Stream, torch.cuda.Stream],
 ) -> None:
-    """Execute a list of `interleave` on the `communication_streams` and the current one."""
+    """Execute a list of `interleave` on `communication_streams` and the current one."""
     results: dict[Value, tuple[Tensor, ...]] = {}
     done = []
     for operation in operations:
