@@ -1,6 +1,6 @@
 """Context parallelism: the ranks of the cp axis share every sequence.
 
-Zigzag: a sequence is `2 * cp` blocks; rank r holds blocks r and `2 * cp - 1 - r`, one early and one
+Zigzag: of `2 * cp` blocks of a sequence rank r holds r and `2 * cp - 1 - r`, one early and one
 late, so that causal attention costs every rank the same.
 
 Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets those of rank j at
@@ -14,11 +14,10 @@ round with the merged output and LSE; gradients, in fp32 or wider, follow one ho
 attention (MLA, DeepSeek-V2, arXiv 2405.04434) the latent and the heads' common rotary key travel
 instead, and are expanded again in the backward.
 
-A sliding window needs no round: a block fetches the `window - 1` keys before it, wherever they lie,
-and returns their gradients.
+With a sliding window a block fetches the `window - 1` keys before it, wherever they lie, and
+returns their gradients.
 
-The trap: all ranks of the axis must issue these exchanges in one order, as those of a pipeline
-stage do.
+The trap: all ranks of the axis must issue these exchanges in one order.
 """
 
 from collections.abc import Iterator
@@ -119,7 +118,7 @@ def latent_attention(
 ) -> Tensor:
     """As `context_attention`, with keys and values expanded from a latent.
 
-    `query [T, Hq, Dn + Dr]`; the others as in `expand_latent`, `[T, ...]` for `[B, K, ...]`.
+    `query [T, Hq, Dn + Dr]`, the others of `expand_latent` with T for B, K -> `[T, Hq, Dv]`.
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, latent, rotary_key = (x.unflatten(0, sequences) for x in (query, latent, rotary_key))
@@ -128,7 +127,7 @@ def latent_attention(
 
 
 class _Call:
-    """One attention; spans are places in a sequence."""
+    """One attention; spans, length and offsets are those of unsharded sequences."""
 
     def __init__(
         self,
@@ -140,9 +139,9 @@ class _Call:
         backend: AttentionBackend,
     ):
         self.cp, self.window = cp, window or None
-        self.length = batch.sequence_length * cp.size  # of an unsharded sequence
+        self.length = batch.sequence_length * cp.size
         self.block = batch.sequence_length // 2
-        self.offsets = batch.documents  # and of sequences, in the unsharded tokens
+        self.offsets = batch.documents  # and of sequences
         if self.offsets is not None:
             self.offsets = sequence_offsets(self.offsets, batch.num_sequences, self.length)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -161,7 +160,7 @@ class _Call:
         return Visibility(causal=causal, window=self.window, offsets=offsets)
 
     def before(self, offsets: Tensor, spans: list[range]) -> Tensor:
-        """Tokens of the spans of all sequences before each offset, int32."""
+        """Tokens in the spans of all sequences before each offset."""
         if self.cp.size == 1:
             return offsets
         counts = offsets // self.length * sum(map(len, spans))
@@ -281,7 +280,7 @@ def _hop(tensors: list[Tensor], cp: Axis) -> tuple[Exchange, list[Tensor]]:
 
 
 class _Halo(torch.autograd.Function):
-    """Each block here of keys and values, after what its window shows before it."""
+    """Own blocks of keys and values, each after what its window shows before it."""
 
     @staticmethod
     def forward(ctx: Any, kv: Tensor, call: _Call) -> tuple[Tensor, ...]:

@@ -5,8 +5,8 @@ engine owns dispatch, combine and everything that touches a routing weight. A de
 routing, and its `experts` gets `groups=None` and the tokens as they are. `attention` also computes
 shared experts, folded into `residual`.
 
-On one rank: T tokens of a micro-batch, P (token, expert) pairs received, D documents; H hidden
-size, K top-k, N router pool size.
+T tokens of a micro-batch on a rank, P (token, expert) pairs received, D documents; H hidden size, K
+top-k, N router pool.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ IGNORED_TARGET = -100
 
 
 class Role(Enum):
-    """What a parameter is: dtype, optimizer, decay, initial value and sharding follow."""
+    """What a parameter is: dtype, optimizer, decay, initial value, sharding follow."""
 
     MATRIX = "matrix"
     EXPERT_MATRIX = "expert matrix"
@@ -49,7 +49,7 @@ class Role(Enum):
 
     @property
     def uses_muon(self) -> bool:
-        """Whether it maps hidden states to hidden states, as Muon needs."""
+        """Whether it maps hidden to hidden states, as Muon needs."""
         return self in (Role.MATRIX, Role.EXPERT_MATRIX)
 
     @property
@@ -60,12 +60,12 @@ class Role(Enum):
 
     @property
     def is_trained(self) -> bool:
-        """Whether the optimizer moves it; else its gradient is zero."""
+        """Whether the optimizer moves it."""
         return self is not Role.BALANCE_BIAS
 
 
 class DeclaredParameter(nn.Parameter):
-    """A parameter on the meta device, until a unit of `fsdp.py` replaces it.
+    """A parameter on the meta device, until a unit replaces it.
 
     `std` is that of the initial normal values, None for a constant (1 for norms, else 0). `parts`
     names canonical tensors of equal size stored one after the other along the last dim but one,
@@ -88,7 +88,7 @@ def declare(
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch on one rank, or its part of every sequence (`shard_batch`)."""
+    """One micro-batch, or a rank's part of every sequence (`shard_batch`)."""
 
     tokens: Tensor
     """`[T]` int64 ids."""
@@ -97,7 +97,7 @@ class Batch:
     positions: Tensor
     """`[T]` int64, from 0 in each sequence or document."""
     sequence_length: int
-    """Tokens of a sequence on this rank; attention does not cross sequences."""
+    """Tokens of a sequence on this rank."""
     documents: Tensor | None = None
     """`[D + 1]` int32 offsets of packed documents in the `T * cp` tokens of the whole; None: a
     document a sequence."""
@@ -126,7 +126,7 @@ class Routing:
     chosen: Tensor
     """`[T, K]` int32 in the router's own pool; `expert_ids` where that is the experts."""
     logits: Tensor
-    """`[T, N]` that the scores were made from, differentiable."""
+    """`[T, N]` of the scores, differentiable."""
 
 
 class DecoderLayer(Protocol):
@@ -156,7 +156,7 @@ class DecoderLayer(Protocol):
 
 
 class ModelChunk(nn.Module):
-    """Consecutive layers by global number, the embedding if first, the head if last."""
+    """Consecutive layers, the embedding if first, the head if last."""
 
     layers: nn.ModuleDict
     is_first: bool
@@ -180,5 +180,5 @@ class ModelChunk(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Last chunk: hidden `[T, H]` -> logits `[T, V]`, for comparisons."""
+        """Last chunk: `[T, H]` -> `[T, V]`, for comparisons."""
         raise NotImplementedError

@@ -32,7 +32,7 @@ from itertools import product
 from typing import Literal
 
 Recompute = Literal["none", "experts", "attention+experts"]
-"""Which stages keep only their inputs, and run again before their backward."""
+"""Stages that keep only their inputs, and run again before their backward."""
 
 
 class Stream(Enum):
@@ -83,7 +83,7 @@ class Operation:
     index: int
     """Segment or layer of the chunk."""
     waits: tuple[int, ...]
-    """Earlier positions, on other streams, to wait for."""
+    """Earlier positions, on other streams."""
     frees: tuple[Value, ...]
     """Outputs that the host then drops."""
 
@@ -114,14 +114,14 @@ READS = {
     OperationKind.BACKWARD_DISPATCH: ((OperationKind.BACKWARD_EXPERTS, 0),),
     OperationKind.BACKWARD_WEIGHT: ((OperationKind.BACKWARD_EXPERTS, 0),),
 }
-"""Outputs an operation reads, as kind and offset to its own index; the first is handed to it."""
+"""Outputs read, as kind and offset to the reader's index; the first is handed to it."""
 
 OFFSETS = {
     OperationKind.FORWARD_COMBINE: -1,
     OperationKind.RECOMPUTE_SEGMENT: 1,
     OperationKind.BACKWARD_SEGMENT: 1,
 }
-"""From l (forward) or j to an operation's index; 0 for all others."""
+"""From l or j to an operation's index, if not 0."""
 
 
 @cache
@@ -134,7 +134,7 @@ def interleave(
 ) -> tuple[Operation, ...]:
     """The operations of one forward, one backward, or both overlapped, in host order.
 
-    None: no such side; `defer_weights`: the caller runs the weight gradients later.
+    None: no such side; `defer_weights`: the caller runs weight gradients later.
     """
     order = host_order(num_forward_layers, num_backward_layers, defer_weights, recompute)
     users = output_users(order)
@@ -144,8 +144,7 @@ def interleave(
         for reader in readers:
             if order[reader][0].stream is not value[0].stream:
                 waits[reader].append(place)
-        # Dropped by the first compute that is ordered after every use: a reader on the compute
-        # stream, or what waits for a reader on another stream.
+        # Dropped by the first compute after every use: a reader there, or what waits for a reader.
         at_compute = [
             r if order[r][0].stream is Stream.COMPUTE else users[order[r]][0] for r in readers
         ]
@@ -160,7 +159,7 @@ def interleave(
 def host_order(
     num_forward: int | None, num_backward: int | None, defer_weights: bool, recompute: Recompute
 ) -> list[Value]:
-    """What a list of `interleave` computes, in order."""
+    """What `interleave` lists."""
     forward, backward = (-1 if num is None else num for num in (num_forward, num_backward))
     left_out = {
         OperationKind.BACKWARD_WEIGHT: defer_weights,
@@ -180,7 +179,7 @@ def host_order(
 
 
 def output_users(order: list[Value]) -> dict[Value, list[int]]:
-    """Output, in list order -> the positions that read it."""
+    """Output, in order -> the positions that read it."""
     users: dict[Value, list[int]] = {value: [] for value in order}
     for place, (kind, index) in enumerate(order):
         for source, offset in READS.get(kind, ()):

@@ -4,13 +4,12 @@ For each slot of its row of the table, a rank
 
     1. starts one batched exchange: the sends of the previous slot and the receives of this one,
     2. waits for the receives and drops what earlier exchanges have sent,
-    3. runs the actions: the operations of `overlap.py` for a forward, a backward, or both,
-    4. keeps the results for this rank's other chunk or the next exchange.
+    3. runs the actions as operations of `overlap.py`,
+    4. keeps the results for its other chunk or the next exchange.
 
 Only `hidden` and its gradient travel, `[T, H]` in the compute dtype.
 
-The trap: a batched exchange is a meeting. `check_schedule` proves those of the table; send and
-receive nothing outside it.
+The trap: a batched exchange is a meeting. Those of the table are proved; send nothing outside it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +46,7 @@ class StepLosses:
     """What a step measured over the whole mesh, equal on every rank."""
 
     loss: float
-    """Mean over the targets; 0 when there is none."""
+    """Mean over the targets; 0 without."""
     num_targets: int
     balance: float = 0.0
     """Without coefficient, mean over layers: 1 is even, 0 is off."""
@@ -64,7 +63,7 @@ class StepLosses:
 class Pipeline:
     """Runs whole steps with this rank's two chunks, lower one first; `dtype` is that of compute.
 
-    A ValueError for other than 2 chunks, or a `balance` out of range.
+    A ValueError for another number of chunks, or a `balance` out of range.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Pipeline:
         layers = [item for chunk in chunks for item in chunk.decoder_layers().items()]
         self.moe_layers = [number for number, layer in layers if layer.num_local_experts]
         self.expert_counts: dict[int, Tensor] = {}
-        """MoE layer here -> `[N]` int64 choices in the latest global batch; empty at first."""
+        """MoE layer -> `[N]` int64 choices in the latest global batch; empty at first."""
 
     def train_step(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
         """Forward and backward of this rank's micro-batches; gradients are added to `.grad`.
@@ -105,12 +104,12 @@ class Pipeline:
         return _Step(self, batches, scale).run(table, num_targets)
 
     def saved_counts(self) -> dict[str, list[int]]:
-        """`expert_counts` of the whole model, for JSON; all ranks of pp call it."""
+        """`expert_counts` of all ranks of pp, which call it, for JSON."""
         own = {str(layer): counts.tolist() for layer, counts in self.expert_counts.items()}
         return {layer: c for part in gather_objects(own, self.mesh.pp) for layer, c in part.items()}
 
     def restore_counts(self, saved: Mapping[str, list[int]]) -> None:
-        """Set `expert_counts` from `saved_counts` of any mesh: all MoE layers or none."""
+        """From `saved_counts` of any mesh: all MoE layers or none."""
         self.expert_counts = {
             number: torch.tensor(saved[str(number)], dtype=torch.int64, device=self.device)
             for number in (self.moe_layers if saved else ())
@@ -118,7 +117,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], num_targets: int) -> StepLosses:
-        """Forward only; as `train_step`, without balance and z-loss (0)."""
+        """As `train_step`, forward only; balance and z-loss are 0."""
         table = forward_only(self.mesh.pp.size, len(batches))
         return _Step(self, batches, None).run(table, num_targets)
 
@@ -147,17 +146,15 @@ class _Step:
     def _losses(self, num_targets: int) -> StepLosses:
         mesh = self.pipeline.mesh
         counts = [count for _, count in sorted(self.expert_counts.items())]
-        width = max((count.shape[1] for count in counts), default=1)
-        empty = torch.zeros(0, width, dtype=torch.int64, device=self.pipeline.device)
-        totals = all_reduce(torch.cat([*counts, empty]), mesh.data)
+        totals = all_reduce(torch.cat(counts), mesh.data) if counts else self.sums[:0]
         if self.loss_scale is not None:
             self.pipeline.expert_counts = dict(zip(self.pipeline.moe_layers, totals, strict=True))
-        # Equal on all ranks of `data`: one adds its layers, and its worst in a place of pp.
-        loads = layer_loads(totals)
-        own = torch.cat([loads[:, 1:], torch.ones_like(loads[:, :1])], dim=1).sum(0)
-        worst = loads.new_zeros(mesh.pp.size)
-        worst[mesh.pp.rank] = torch.cat([loads[:, 0], loads.new_zeros(1)]).max()
-        own = torch.cat([own, worst]) * (mesh.data.rank == 0)
+        own = self.sums.new_zeros(3 + mesh.pp.size)
+        # Equal on all ranks of `data`: one adds its layers, and its worst in its place of pp.
+        if counts and mesh.data.rank == 0:
+            loads = layer_loads(totals)
+            own[:2], own[2] = loads[:, 1:].sum(0), len(loads)
+            own[3 + mesh.pp.rank] = loads[:, 0].max()
         sums = all_reduce(torch.cat([self.sums, own]), mesh.world)
         loss, balance, z_loss, dead_experts, entropy, num_layers, *max_loads = sums.tolist()
         num_terms = max(num_targets * num_layers, 1)

@@ -54,11 +54,10 @@ Output = tuple[TransferKind, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """An output on its way, as one of two ranks sees it."""
+    """An output on its way from or to the pp rank `peer`."""
 
     output: Output
     peer: int
-    """The pp rank at the other end."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,43 +34,36 @@ def check_schedule(
 def _check_compute(
     rank: int, row: tuple[Slot, ...], pp: int, num_forwards: int, num_backwards: int
 ) -> None:
-    forwards, backwards = defaultdict(list), defaultdict(list)
-    deferred = deque[tuple[int, int]]()
     for k, slot in enumerate(row):
         kinds = [action.kind for action in slot.actions]
         if len(kinds) != 1 and kinds != [ActionKind.FORWARD, ActionKind.BACKWARD]:
             raise ValueError(
                 f"rank {rank}, slot {k} has {kinds}; allowed is one, or a forward and a backward"
             )
+    wanted = {"forward": num_forwards, "backward": num_backwards}
+    ran = defaultdict(list, {(what, chunk): [] for what in wanted for chunk in range(2 * pp)})
+    deferred = deque[tuple[int, int]]()
     for action in (action for slot in row for action in slot.actions):
         work = (action.chunk, action.micro_batch)
-        match action.kind:
-            case ActionKind.FORWARD:
-                forwards[action.chunk].append(action.micro_batch)
-            case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
-                if action.micro_batch not in forwards[action.chunk]:
-                    raise ValueError(f"rank {rank}: backward of {work} before its forward")
-                backwards[action.chunk].append(action.micro_batch)
-                if action.kind is ActionKind.BACKWARD_INPUT:
-                    deferred.append(work)
-            case _:
-                if not deferred or deferred.popleft() != work:
-                    raise ValueError(
-                        f"rank {rank}: weight of {work} is not the oldest deferred one"
-                    )
+        if action.kind is ActionKind.WEIGHT:
+            if not deferred or deferred.popleft() != work:
+                raise ValueError(f"rank {rank}: weight of {work} is not the oldest deferred one")
+            continue
+        what = "forward" if action.kind is ActionKind.FORWARD else "backward"
+        if what == "backward" and action.micro_batch not in ran["forward", action.chunk]:
+            raise ValueError(f"rank {rank}: backward of {work} before its forward")
+        ran[what, action.chunk].append(action.micro_batch)
+        if action.kind is ActionKind.BACKWARD_INPUT:
+            deferred.append(work)
     if deferred:
         raise ValueError(f"rank {rank}: deferred weights of {list(deferred)} are never run")
-    for what, done, wanted in (
-        ("forward", forwards, num_forwards),
-        ("backward", backwards, num_backwards),
-    ):
-        for chunk in sorted({rank, 2 * pp - 1 - rank, *done}):
-            expected = range(wanted if chunk_rank(chunk, pp) == rank else 0)
-            if done[chunk] != list(expected):
-                raise ValueError(
-                    f"rank {rank}: chunk {chunk} runs {what} of micro-batches {done[chunk]}; "
-                    f"expected is each of {expected} once, ascending"
-                )
+    for (what, chunk), done in ran.items():
+        expected = range(wanted[what] if chunk_rank(chunk, pp) == rank else 0)
+        if done != list(expected):
+            raise ValueError(
+                f"rank {rank}: chunk {chunk} runs {what} of micro-batches {done}; "
+                f"expected is each of {expected} once, ascending"
+            )
 
 
 def _check_transfers(rank: int, row: tuple[Slot, ...], pp: int) -> None:

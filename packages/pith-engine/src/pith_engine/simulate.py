@@ -9,12 +9,12 @@ DualPipe): F&B an overlapped slot, B a full backward, W its weight part.
 from collections import defaultdict
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 from pith_engine.schedule import ActionKind, ScheduleTable, Slot
 
 Place = tuple[int, int]
-"""Rank, and the slot before which it issues an exchange; the number of slots for the last one."""
+"""Rank, and the slot before which it issues an exchange; one more for the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +82,7 @@ def unit_schedule_costs(pp: int) -> ScheduleCosts:
 
 
 def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
-    """Run a table.
-
-    A ValueError for costs of other chunks, sends and receives that do not match, or a deadlock.
-    """
+    """A ValueError for costs of other chunks, transfers that do not match, or a deadlock."""
     if len(costs.forward) != 2 * len(table):
         raise ValueError(f"costs hold {len(costs.forward)} chunks; {len(table)} ranks have twice")
     partners = meetings(table)
@@ -109,15 +106,19 @@ def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
             ends[rank].append(starts[rank][-1] + costs.duration(slot))
             over = max(over, ends[rank][-1])
         begun[rank, k] = over
+    changes = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT: -1}
     return Timeline(
         starts=tuple(map(tuple, starts)),
         ends=tuple(map(tuple, ends)),
-        peak_live=tuple(map(_peak_live, table)),
+        peak_live=tuple(
+            max(accumulate(changes.get(action.kind, 0) for slot in row for action in slot.actions))
+            for row in table
+        ),
     )
 
 
 def meetings(table: ScheduleTable) -> defaultdict[Place, list[Place]]:
-    """Every exchange -> those at the other ends of its transfers; ValueError if one has none."""
+    """Exchange -> those at the other ends of its transfers; ValueError if one has none."""
     sent_received: defaultdict[tuple[int, int], tuple[list, list]] = defaultdict(lambda: ([], []))
     for rank, row in enumerate(table):
         for k, slot in enumerate(row):
@@ -136,13 +137,3 @@ def meetings(table: ScheduleTable) -> defaultdict[Place, list[Place]]:
             partners[source, send[0]].append((target, receive[0]))
             partners[target, receive[0]].append((source, send[0]))
     return partners
-
-
-def _peak_live(row: tuple[Slot, ...]) -> int:
-    live = peak = 0
-    for slot in row:
-        kinds = [action.kind for action in slot.actions]
-        live += kinds.count(ActionKind.FORWARD)
-        peak = max(peak, live)
-        live -= kinds.count(ActionKind.BACKWARD) + kinds.count(ActionKind.WEIGHT)
-    return peak

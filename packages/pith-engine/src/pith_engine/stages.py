@@ -2,9 +2,9 @@
 
 A `ChunkPass` takes one micro-batch through the attention, dispatch, experts, combine and aggregate
 of a chunk's layers. `aggregate` of a layer and `attention` of the next share one autograd graph, a
-segment; the first embeds or takes the chunk's input, the last ends with the loss or the chunk's
-output. Graphs never cross a boundary: what enters a segment or `experts` is a leaf, what leaves it
-a root. So forward and backward of different micro-batches interleave as `overlap.py` declares.
+segment; the first embeds or takes the chunk's input, the last ends with the loss or the output.
+Graphs never cross a boundary: what enters a segment or `experts` is a leaf, what leaves it a root.
+So forward and backward of different micro-batches interleave as `overlap.py` declares.
 
 With recomputation a graph is built just before its backward: of `experts` from the rows that
 arrived, so no all-to-all is repeated, of a segment from its leaves and the first run's expert ids.
@@ -49,25 +49,23 @@ from pith_engine.overlap import READS, Operation, OperationKind, Recompute, Stre
 
 @dataclass(kw_only=True)
 class Segment:
-    """What entered and left one segment's graph."""
+    """What entered and left a segment."""
 
     leaves: list[Tensor]
     """Combined and residual `[T, H]`; of segment 0 the chunk's input, if any."""
     roots: list[GradientEdge | None] = field(default_factory=list)
     """Tokens, residual and, with routing, weights and balance; at the end output or loss. None
     where no gradient goes; edges keep no value alive."""
-    residual: Tensor | None = None
-    """`[T, H]`, until the next segment takes it."""
     route: Route | None = None
-    """None for a dense layer and in the last segment."""
+    """None for a dense layer and at the end."""
     chosen: Tensor | None = None
-    """That of the first run's routing."""
+    """By the first run's routing."""
     factors: Tensor | None = None
     """`load_factors` of the first run."""
 
 
 def communication_streams(device: torch.device) -> dict[Stream, torch.cuda.Stream]:
-    """The CUDA streams of `Stream` but COMPUTE; none on a CPU, which runs in program order."""
+    """The CUDA streams but COMPUTE; none on a CPU, which runs in program order."""
     if device.type != "cuda":
         return {}
     # Communication kernels are short and on the critical path.
@@ -97,16 +95,18 @@ class ChunkPass:
         self.layers, self.layer_numbers = list(numbered.values()), list(numbered)
         self.segments: dict[int, Segment] = {}
         self.expert_calls: dict[int, tuple[Tensor, Tensor, Arrival | None]] = {}
-        """Leaf, root and order (None: dense) of a layer's experts."""
+        """Of experts: leaf, root, order (None: dense)."""
         self.kept_rows: dict[int, tuple[Tensor, Arrival | None]] = {}
         """What arrived, for recomputation."""
         self.weight_grads = WeightGradQueue()
         self.expert_counts: list[Tensor] = []
         self.sums = self.batch.tokens.new_zeros(3, dtype=torch.float64)
         """Loss, balance loss, z-loss."""
+        self.residual: Tensor | None = None
+        """`[T, H]`, until the next segment takes it."""
         self.output: Tensor | None = None
         self.output_grad: Tensor | None = None
-        """That of the residual, for the next backward segment."""
+        """Or of the residual, for the next backward segment."""
         self.input_grad: Tensor | None = None
 
     def forward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -116,8 +116,8 @@ class ChunkPass:
             below, combined = self.segments[index - 1], arrived[0]
             if below.route is not None:
                 combined = sum_ranks(combined, below.route.plan)
-            assert below.residual is not None, "the segment below has run, and only once"
-            values, below.residual = [combined, below.residual], None
+            assert self.residual is not None, "the segment below has run, and only once"
+            values, self.residual = [combined, self.residual], None
             if self.loss_scale is None:
                 del self.segments[index - 1]
         leaves = [value.detach().requires_grad_(self.loss_scale is not None) for value in values]
@@ -133,7 +133,7 @@ class ChunkPass:
             return ()
         is_kept = self.loss_scale is not None and self.recompute != "attention+experts"
         with torch.set_grad_enabled(is_kept):
-            tokens, segment.residual, routing = self._run_segment(index, segment)
+            tokens, self.residual, routing = self._run_segment(index, segment)
             if routing is None:
                 return (tokens.detach(),)
             segment.chosen = routing.chosen
@@ -149,7 +149,7 @@ class ChunkPass:
         return pack_tokens(tokens, route), pack_metadata(routing, route)
 
     def exchange(self, operation: Operation, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """All-to-all to a layer's experts or back; the rows of a dense layer stay."""
+        """All-to-all to experts or back; the rows of a dense layer stay."""
         kind, route = operation.kind, self.segments[operation.index].route
         if route is None:
             return rows
@@ -181,21 +181,19 @@ class ChunkPass:
             self._add_balance(segment, routing)
 
     def recompute_experts(self, index: int) -> None:
-        """Build the graph of experts from the rows kept for it."""
+        """Build the graph of experts."""
         self.expert_calls[index] = self._run_experts(index, *self.kept_rows.pop(index))
 
     def backward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Gradient rows of the layer below the segment."""
         segment = self.segments.pop(index)
         assert self.loss_scale is not None, "a pass without a graph has no backward"
-        if index == len(self.layers):
-            gradients = [self.loss_scale if self.output_grad is None else self.output_grad]
-        else:
-            combined, *weights = arrived
-            if segment.route is not None:
-                combined = sum_ranks(combined, segment.route.plan)
-                weights = [sum_rank_weights(weights[0], segment.route.plan)]
-            gradients = [combined, self.output_grad, *weights]
+        if segment.route is not None:
+            plan = segment.route.plan
+            arrived = sum_ranks(arrived[0], plan), sum_rank_weights(arrived[1], plan)
+        above = [] if self.output_grad is None else [self.output_grad]
+        # In the order of the roots, of which loss and balance come last.
+        gradients = [*arrived[:1], *above, *arrived[1:]]
         gradients += [self.loss_scale] * (len(segment.roots) - len(gradients))
         pairs = zip(segment.roots, gradients, strict=True)
         roots, gradients = zip(*[pair for pair in pairs if pair[0] is not None], strict=True)
@@ -209,7 +207,7 @@ class ChunkPass:
         return (grads[0] if route is None else pack_tokens(grads[0], route),)
 
     def backward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Input gradients of the experts; weight gradients go to `weight_grads`."""
+        """Input gradients; those of weights go to `weight_grads`."""
         leaf, root, arrival = self.expert_calls.pop(index)
         if arrival is None:
             torch.autograd.backward([root], [received[0]])
@@ -241,7 +239,7 @@ class ChunkPass:
         return leaf, self.layers[index].experts(leaf, groups, self.weight_grads), arrival
 
     def _add_balance(self, segment: Segment, routing: Routing) -> Tensor:
-        """Add the balance root, if any; its losses."""
+        """Add the balance root, if any; both losses."""
         root, losses = auxiliary_losses(self.balance, routing, self.batch, segment.factors)
         if root is not None:
             segment.roots.append(_edge(root))
