@@ -37,6 +37,7 @@ class Route:
     """Where a layer's tokens go."""
 
     plan: DispatchPlan
+    """The sender's index maths."""
     sent: list[int]
     """Rows to each rank, `[R]`."""
     received: list[int]

@@ -80,6 +80,7 @@ class Operation:
     """One entry of a list."""
 
     kind: OperationKind
+    """What it does."""
     index: int
     """Segment or layer of the chunk."""
     waits: tuple[int, ...]

@@ -48,6 +48,7 @@ class StepLosses:
     loss: float
     """Mean over the targets; 0 without."""
     num_targets: int
+    """How many they are."""
     balance: float = 0.0
     """Without coefficient, mean over layers: 1 is even, 0 is off."""
     z_loss: float = 0.0

@@ -1,4 +1,4 @@
-"""A model run by autograd alone, a reference of everything the engine does."""
+"""A model run by autograd alone, layer by layer: a reference of all that the engine does."""
 
 from collections.abc import Iterator
 

@@ -37,8 +37,11 @@ class Action:
     """One piece of compute."""
 
     kind: ActionKind
+    """What it computes."""
     chunk: int
+    """Where."""
     micro_batch: int
+    """Of which."""
 
 
 class TransferKind(Enum):
@@ -54,10 +57,12 @@ Output = tuple[TransferKind, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """An output on its way from or to the pp rank `peer`."""
+    """An output on its way, as one of two ranks sees it."""
 
     output: Output
+    """What travels."""
     peer: int
+    """The pp rank at the other end."""
 
 
 @dataclass(frozen=True, kw_only=True)

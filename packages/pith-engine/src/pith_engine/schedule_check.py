@@ -1,4 +1,4 @@
-"""Proofs about a schedule table, whoever made it."""
+"""Proofs about a schedule table, whoever made it: everything runs and travels once, in order."""
 
 from collections import defaultdict, deque
 

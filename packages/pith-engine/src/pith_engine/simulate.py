@@ -22,9 +22,11 @@ class ScheduleCosts:
     """Durations in any unit; tuples hold a value for each of the `2 * pp` chunks."""
 
     forward: tuple[float, ...]
+    """Of a forward."""
     backward_input: tuple[float, ...]
-    """Of a backward without `weight`."""
+    """Of a backward without weight gradients."""
     weight: tuple[float, ...]
+    """Of the weight gradients."""
     overlap: float = 1.0
     """Of overlapped actions, over the sum of both."""
     transfer: float = 0.0
@@ -54,7 +56,9 @@ class Timeline:
     """When every slot of a table runs, from time 0; one row per rank."""
 
     starts: tuple[tuple[float, ...], ...]
+    """Of every slot."""
     ends: tuple[tuple[float, ...], ...]
+    """Of every slot."""
     peak_live: tuple[int, ...]
     """Most activations at once: each from its forward to its BACKWARD or WEIGHT."""
 
