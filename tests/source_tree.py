@@ -101,7 +101,6 @@ def code_lines(source: SourceFile) -> int:
 
 MEASURES_AND_PROOFS = (
     "pith_ops.bench",
-    "pith_engine.overlap_check",
     "pith_engine.plain",
     "pith_engine.schedule_check",
     "pith_engine.simulate",

@@ -25,7 +25,6 @@ PURE_PYTHON = {
     "pith_engine.schedule_check",
     "pith_engine.simulate",
     "pith_engine.overlap",
-    "pith_engine.overlap_check",
     "pith_engine.partition",
 }
 """Modules of facts that a test or a planner uses without a device: no torch."""

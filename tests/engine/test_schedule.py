@@ -19,15 +19,15 @@ from pith_engine.schedule import (
     dualpipev,
     forward_only,
 )
-from pith_engine.schedule_check import check_schedule, meetings, peak_live
+from pith_engine.schedule_check import check_schedule
+from pith_engine.simulate import meetings, simulate, unit_schedule_costs
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
-F, B, I, W, O = (
+F, B, I, W = (
     ActionKind.FORWARD,
     ActionKind.BACKWARD,
     ActionKind.BACKWARD_INPUT,
     ActionKind.WEIGHT,
-    ActionKind.OVERLAP,
 )
 TORCH_NAMES = {
     "FORWARD": F,
@@ -56,9 +56,7 @@ def test_compute_order_equals_torch(pp):
     for num_micro_batches in (2 * pp, 2 * pp + 1, 3 * pp + 1, 4 * pp):
         table = dualpipev(pp, num_micro_batches)
         for rank, row in enumerate(table):
-            ours = [
-                tuple((p.kind, p.chunk, p.micro_batch) for p in slot.action.parts) for slot in row
-            ]
+            ours = [tuple((a.kind, a.chunk, a.micro_batch) for a in slot.actions) for slot in row]
             assert ours == torch_row(pp, rank, num_micro_batches)
 
 
@@ -68,12 +66,13 @@ def test_every_table_is_proved(pp):
     for num_micro_batches in counts:
         table = dualpipev(pp, num_micro_batches)
         check_schedule(table, num_micro_batches)
-        assert {peak_live(row) for row in table} <= {2 * pp, 2 * pp + 1}
+        peaks = simulate(table, unit_schedule_costs(pp)).peak_live
+        assert set(peaks) <= {2 * pp, 2 * pp + 1}
         # NCCL: what an exchange sends goes to one rank and meets one exchange there, and so does
         # what it receives from a rank: batches never have to be split to match.
         assert all(len({t.peer for t in slot.sends}) <= 1 for row in table for slot in row)
-        for meeting in meetings(table):
-            met = set(meeting.partners)
+        for partners in meetings(table).values():
+            met = set(partners)
             assert all(sum(rank == peer for rank, _ in met) <= 2 for peer in range(pp))
     for num_micro_batches in (1, 2, pp, 2 * pp + 1):
         check_schedule(forward_only(pp, num_micro_batches), num_micro_batches, has_backward=False)
@@ -85,26 +84,30 @@ def test_one_rank_by_hand():
         Action(kind=F, chunk=1, micro_batch=0),
         Action(kind=F, chunk=0, micro_batch=1),
         Action(kind=B, chunk=1, micro_batch=0),
-        Action(kind=O, chunk=1, micro_batch=1, backward_chunk=0, backward_micro_batch=0),
+        (
+            Action(kind=F, chunk=1, micro_batch=1),
+            Action(kind=B, chunk=0, micro_batch=0),
+        ),
         Action(kind=B, chunk=1, micro_batch=1),
         Action(kind=I, chunk=0, micro_batch=1),
         Action(kind=W, chunk=0, micro_batch=1),
     ]
-    assert dualpipev(1, 2) == (tuple(Slot(action=action) for action in expected),)
+    actions = [a if isinstance(a, tuple) else (a,) for a in expected]
+    assert dualpipev(1, 2) == (tuple(Slot(actions=a) for a in actions),)
 
 
 def test_two_ranks_evaluate_by_hand():
     hidden = TransferKind.HIDDEN
-    to_1 = Transfer(kind=hidden, chunk=1, micro_batch=0, peer=1)
-    to_3 = Transfer(kind=hidden, chunk=3, micro_batch=0, peer=0)
+    to_1 = Transfer(output=(hidden, 1, 0), peer=1)
+    to_3 = Transfer(output=(hidden, 3, 0), peer=0)
     assert forward_only(2, 1) == (
         (
-            Slot(action=Action(kind=F, chunk=0, micro_batch=0), sends=(to_1,)),
-            Slot(action=Action(kind=F, chunk=3, micro_batch=0), receives=(replace(to_3, peer=1),)),
+            alone(Action(kind=F, chunk=0, micro_batch=0), sends=(to_1,)),
+            alone(Action(kind=F, chunk=3, micro_batch=0), receives=(replace(to_3, peer=1),)),
         ),
         (
-            Slot(action=Action(kind=F, chunk=1, micro_batch=0), receives=(replace(to_1, peer=0),)),
-            Slot(action=Action(kind=F, chunk=2, micro_batch=0), sends=(to_3,)),
+            alone(Action(kind=F, chunk=1, micro_batch=0), receives=(replace(to_1, peer=0),)),
+            alone(Action(kind=F, chunk=2, micro_batch=0), sends=(to_3,)),
         ),
     )
 
@@ -138,6 +141,10 @@ def assert_refused(table: ScheduleTable, match: str | None = None, pp: int = 3) 
         check_schedule(table, 2 * pp + 1)
 
 
+def alone(action: Action, **transfers) -> Slot:
+    return Slot(actions=(action,), **transfers)
+
+
 def places(table: ScheduleTable):
     return [(rank, k, slot) for rank, row in enumerate(table) for k, slot in enumerate(row)]
 
@@ -147,7 +154,9 @@ def test_every_single_dropped_transfer_is_refused():
     for rank, k, slot in places(table):
         for t in slot.receives:
             rest = tuple(r for r in slot.receives if r != t)
-            assert_refused(with_slot(table, rank, k, receives=rest), "before its input is received")
+            assert_refused(
+                with_slot(table, rank, k, receives=rest), "before their input is received"
+            )
         for t in slot.sends:
             rest = tuple(s for s in slot.sends if s != t)
             assert_refused(with_slot(table, rank, k, sends=rest), "never sent")
@@ -158,10 +167,10 @@ def test_every_doubled_or_misdirected_transfer_is_refused():
     for rank, k, slot in places(table):
         for t in slot.receives:
             assert_refused(
-                with_slot(table, rank, k, receives=(*slot.receives, t)), "received twice"
+                with_slot(table, rank, k, receives=(*slot.receives, t)), "do not match in order"
             )
             wrong = tuple(replace(r, peer=rank) if r == t else r for r in slot.receives)
-            assert_refused(with_slot(table, rank, k, receives=wrong), "not from the rank")
+            assert_refused(with_slot(table, rank, k, receives=wrong), "do not match in order")
         for t in slot.sends:
             assert_refused(with_slot(table, rank, k, sends=(*slot.sends, t)), "sent twice")
             wrong = tuple(replace(s, peer=(t.peer + 1) % 3) if s == t else s for s in slot.sends)
@@ -174,29 +183,30 @@ def test_every_removed_or_doubled_action_is_refused():
         for rank, k, slot in places(table):
             row = list(table[rank])
             assert_refused(with_row(table, rank, row[:k] + row[k + 1 :]), pp=pp)
-            alone = Slot(action=slot.action)
-            assert_refused(with_row(table, rank, [*row[: k + 1], alone, *row[k + 1 :]]), pp=pp)
+            again = Slot(actions=slot.actions)
+            assert_refused(with_row(table, rank, [*row[: k + 1], again, *row[k + 1 :]]), pp=pp)
 
 
 def test_named_faults_of_compute():
     table = good()
-    rank, k, _ = next(p for p in places(table) if p[2].action.kind is W)
+    rank, k, _ = next(p for p in places(table) if p[2].actions[0].kind is W)
     row = list(table[rank])
     assert_refused(with_row(table, rank, row[:k] + row[k + 1 :]), "oldest deferred|never run")
     last = list(table[2])
-    assert last[-1].action.kind is W
+    assert last[-1].actions[0].kind is W
     assert_refused(with_row(table, 2, last[:-1]), "never run")
     assert_refused(with_row(table, 2, [*last[:-2], last[-1], last[-2]]), "oldest deferred")
-    first = table[0][0].action
-    assert_refused(with_row(table, 0, [Slot(action=first), *table[0]]), r"micro-batches \[0, 0, 1")
-    foreign = Slot(action=Action(kind=F, chunk=1, micro_batch=0))
+    first = table[0][0].actions[0]
+    assert_refused(with_row(table, 0, [alone(first), *table[0]]), r"micro-batches \[0, 0, 1")
+    foreign = alone(Action(kind=F, chunk=1, micro_batch=0))
     assert_refused(with_row(table, 0, [foreign, *table[0]]), "chunk 1 runs forward")
-    beyond = Slot(action=replace(first, micro_batch=7))
+    beyond = alone(replace(first, micro_batch=7))
     assert_refused(with_row(table, 0, [*table[0], beyond]), r"5, 6, 7\]")
-    early = Slot(action=Action(kind=B, chunk=5, micro_batch=0))
+    early = alone(Action(kind=B, chunk=5, micro_batch=0))
     assert_refused(with_row(table, 0, [early, *table[0]]), "before its forward")
-    incomplete = Slot(action=Action(kind=O, chunk=0, micro_batch=0, backward_chunk=5))
-    assert_refused(with_row(table, 0, [incomplete, *table[0]]), "OVERLAP needs both")
+    for actions in ((), (first, first), (*early.actions, first), early.actions * 2):
+        other = with_row(table, 0, [*table[0], Slot(actions=actions)])
+        assert_refused(other, r"slot \d+ has .*one, or a forward and a backward")
 
 
 def test_other_numbers_of_micro_batches_and_kinds_are_refused():
@@ -228,9 +238,9 @@ def execute(table: ScheduleTable) -> Counter:
                 continue
             for t in slot.receives:
                 label = queues[t.peer, rank].pop(0)
-                assert label == (t.kind, t.chunk, t.micro_batch)
+                assert label == t.output
                 held[rank][label] = label
-            for part in slot.action.parts:
+            for part in slot.actions:
                 done[part.kind, part.chunk, part.micro_batch] += 1
                 if part.kind is F:
                     if part.chunk > 0:
@@ -249,8 +259,7 @@ def execute(table: ScheduleTable) -> Counter:
                     label = (TransferKind.GRADIENT, part.chunk - 1, part.micro_batch)
                 held[rank][label] = label
             for t in slot.sends:
-                label = (t.kind, t.chunk, t.micro_batch)
-                queues.setdefault((rank, t.peer), []).append(held[rank].pop(label))
+                queues.setdefault((rank, t.peer), []).append(held[rank].pop(t.output))
             reached[rank] += 1
         assert reached != before, "nothing can run"
     assert not any(queues.values())
@@ -288,7 +297,10 @@ def test_swapped_neighbours_are_refused_or_harmless():
 def test_swapped_micro_batches_are_refused():
     table = good()
     row = list(table[0])
-    row[0], row[1] = (replace(row[0], action=row[1].action), replace(row[1], action=row[0].action))
+    row[0], row[1] = (
+        replace(row[0], actions=row[1].actions),
+        replace(row[1], actions=row[0].actions),
+    )
     assert_refused(with_row(table, 0, row), "ascending")
 
 
@@ -296,7 +308,11 @@ def test_local_turn_is_ordered():
     table = good(1)
     row = list(table[0])
     row[0], row[1] = row[1], row[0]
-    assert_refused(with_row(table, 0, row), "before its local input", pp=1)
+    assert_refused(
+        with_row(table, 0, row),
+        r"before their input is received, or made here: \[\(<TransferKind",
+        pp=1,
+    )
 
 
 def test_transfers_out_of_order_are_refused():
@@ -318,9 +334,9 @@ def test_receives_posted_when_needed_deadlock():
         waiting: dict[tuple, Transfer] = {}
         slots = []
         for slot in row:
-            waiting.update({(t.kind, t.chunk, t.micro_batch): t for t in slot.receives})
+            waiting.update({t.output: t for t in slot.receives})
             now = []
-            for part in slot.action.parts:
+            for part in slot.actions:
                 kind = TransferKind.HIDDEN if part.kind is F else TransferKind.GRADIENT
                 if part.kind is not W:
                     now.append(waiting.pop((kind, part.chunk, part.micro_batch), None))
@@ -331,23 +347,24 @@ def test_receives_posted_when_needed_deadlock():
 
 def test_crossing_meetings_deadlock():
     """Both ranks send before they post the receive that the other one waits for."""
-    slots = [Slot(action=Action(kind=W, chunk=0, micro_batch=0))] * 3
-    to_1 = Transfer(kind=TransferKind.HIDDEN, chunk=1, micro_batch=0, peer=1)
-    to_0 = Transfer(kind=TransferKind.GRADIENT, chunk=0, micro_batch=0, peer=0)
+    slots = [alone(Action(kind=W, chunk=0, micro_batch=0))] * 3
+    to_1 = Transfer(output=(TransferKind.HIDDEN, 1, 0), peer=1)
+    to_0 = Transfer(output=(TransferKind.GRADIENT, 0, 0), peer=0)
     from_0, from_1 = replace(to_1, peer=0), replace(to_0, peer=1)
     send_first = lambda send, receive: (  # noqa: E731
         replace(slots[0], sends=(send,)),
         slots[1],
         replace(slots[2], receives=(receive,)),
     )
-    with pytest.raises(ValueError, match=r"deadlock.*rank 0 before slot 1.*rank 1 before slot 1"):
-        meetings((send_first(to_1, from_1), send_first(to_0, from_0)))
+    costs = unit_schedule_costs(2)
+    with pytest.raises(ValueError, match=r"deadlock.*rank \d at slot 2 before rank \d at slot 2"):
+        simulate((send_first(to_1, from_1), send_first(to_0, from_0)), costs)
     together = lambda send, receive: (  # noqa: E731
         replace(slots[0], sends=(send,)),
         replace(slots[1], receives=(receive,)),
         slots[2],
     )
-    meetings((together(to_1, from_1), together(to_0, from_0)))
+    simulate((together(to_1, from_1), together(to_0, from_0)), costs)
 
 
 def test_too_many_live_activations_are_refused():
@@ -363,7 +380,7 @@ def test_too_many_live_activations_are_refused():
         for m in range(num_micro_batches)
         for chunk in (1, 0)
     ]
-    table = (tuple(Slot(action=action) for action in actions),)
+    table = (tuple(map(alone, actions)),)
     with pytest.raises(ValueError, match="holds 8 activations, at most 3"):
         check_schedule(table, num_micro_batches)
 
@@ -389,6 +406,6 @@ def test_tables_hold_facts_only(table):
 
 def test_the_guard_sees_a_callable():
     slot = good()[0][0]
-    assert not facts(replace(slot, action=len))
+    assert not facts(replace(slot, actions=len))
     assert not facts(replace(slot, receives=("dualpipev",)))
     assert not facts([slot])

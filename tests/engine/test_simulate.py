@@ -30,7 +30,7 @@ def test_forward_only_has_no_gap(pp):
     table = forward_only(pp, num_micro_batches)
     for row, starts in zip(table, timeline.starts, strict=True):
         for slot, start in zip(row, starts, strict=True):
-            assert start <= slot.action.chunk + 2 * slot.action.micro_batch
+            assert start <= slot.actions[0].chunk + 2 * slot.actions[0].micro_batch
 
 
 def test_two_ranks_by_hand():
@@ -55,7 +55,7 @@ def test_overlap_and_split_costs():
         forward=(1, 10), backward_input=(100, 1000), weight=(0.25, 0.5), overlap=0.5
     )
     table = dualpipev(1, 2)
-    durations = [costs.duration(slot.action) for slot in table[0]]
+    durations = [costs.duration(slot) for slot in table[0]]
     assert durations == [1, 10, 1, 1000.5, 0.5 * (10 + 100.25), 1000.5, 100, 0.25]
     assert simulate(table, costs).duration == sum(durations)
 
@@ -69,7 +69,7 @@ def data_bound(table: ScheduleTable, costs: ScheduleCosts) -> float:
     while any(k < len(row) for k, row in zip(reached, table, strict=True)):
         for rank, row in enumerate(table):
             while reached[rank] < len(row):
-                parts = row[reached[rank]].action.parts
+                parts = row[reached[rank]].actions
                 needs = []
                 for p in parts:
                     if p.kind is ActionKind.FORWARD and p.chunk > 0:
@@ -79,7 +79,7 @@ def data_bound(table: ScheduleTable, costs: ScheduleCosts) -> float:
                 if any(need not in ready for need in needs):
                     break
                 start = max([clocks[rank], *(ready[need] for need in needs)])
-                clocks[rank] = start + costs.duration(row[reached[rank]].action)
+                clocks[rank] = start + costs.duration(row[reached[rank]])
                 for p in parts:
                     name = "hidden" if p.kind is ActionKind.FORWARD else "gradient"
                     if p.kind is not ActionKind.WEIGHT:

@@ -11,11 +11,10 @@ from pith_engine.balance import BalanceConfig
 from pith_engine.mesh import Mesh
 from pith_engine.overlap import Recompute, interleave
 from pith_engine.plain import plain_layer
-from pith_engine.stages import ChunkPass, Streams, run_operations
+from pith_engine.stages import ChunkPass, run_operations
 from torch import nn
 from toy_model import EXPERTS, HIDDEN, TOP_K, ToyChunk, plain_balance, toy_batches
 
-CPU = torch.device("cpu")
 SCALE = torch.tensor(0.37, dtype=torch.float64)
 BALANCE = BalanceConfig(coefficient=0.2)
 
@@ -35,7 +34,6 @@ def open_pass(chunk, batch, hidden=None, recompute="none", loss_scale=SCALE):
         chunk,
         batch,
         Mesh.single(),
-        place=(0, 0),
         hidden=hidden,
         balance=BALANCE,
         loss_scale=loss_scale,
@@ -68,10 +66,9 @@ def test_forward_interleaved_with_backward_equals_plain_autograd(num_layers, den
     one, two = toy_batches(3)[::2]
     hidden = torch.randn(one.tokens.numel(), HIDDEN, dtype=torch.float64)
     behind = open_pass(last, one, hidden)
-    streams = Streams(CPU)
-    run_operations(interleave(len(last.layers), None), behind, None, streams)
+    run_operations(interleave(len(last.layers), None), behind, None, {})
     ahead = open_pass(first, two)
-    run_operations(interleave(2, num_layers), ahead, behind, streams)
+    run_operations(interleave(2, num_layers), ahead, behind, {})
     _, gradients = plain_step(last, one, hidden)
     torch.testing.assert_close(behind.input_grad, gradients.pop("input"), rtol=1e-12, atol=1e-15)
     for name, parameter in last.named_parameters():
@@ -80,7 +77,7 @@ def test_forward_interleaved_with_backward_equals_plain_autograd(num_layers, den
     expected, gradients = plain_step(first, two, output_grad=output_grad)
     torch.testing.assert_close(ahead.output, expected, rtol=1e-12, atol=1e-15)
     ahead.output_grad = output_grad
-    run_operations(interleave(None, 2), None, ahead, streams)
+    run_operations(interleave(None, 2), None, ahead, {})
     for name, parameter in first.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-12, atol=1e-15)
 
@@ -89,8 +86,8 @@ def test_deferred_weight_gradients_are_the_experts_and_arrive_later():
     chunk = make_chunk(2, is_first=True, is_last=True)
     batch = toy_batches(1)[0]
     current = open_pass(chunk, batch)
-    run_operations(interleave(2, None), current, None, Streams(CPU))
-    run_operations(interleave(None, 2, defer_weights=True), None, current, Streams(CPU))
+    run_operations(interleave(2, None), current, None, {})
+    run_operations(interleave(None, 2, defer_weights=True), None, current, {})
     late = {name for name, p in chunk.named_parameters() if p.grad is None}
     assert late == {f"layers.{layer}.mlp.{part}" for layer in (0, 1) for part in ("up", "down")}
     current.weight_grads.flush()
@@ -105,8 +102,8 @@ def test_evaluation_keeps_no_graph(recompute):
     batch = toy_batches(1)[0]
     current = open_pass(chunk, batch, recompute=recompute, loss_scale=None)
     with torch.no_grad():
-        run_operations(interleave(2, None), current, None, Streams(CPU))
-    assert current.loss_sum > 0
+        run_operations(interleave(2, None), current, None, {})
+    assert current.sums[0] > 0
     assert [segment.roots for segment in current.segments.values()] == [[None]]
     assert not current.expert_calls and not current.kept_rows
 
@@ -115,9 +112,9 @@ def test_values_that_no_backward_needs_are_dropped():
     """Tokens, residual and output are handed on: between forward and backward only edges stay."""
     chunk = make_chunk(2, is_first=True, is_last=False)
     current = open_pass(chunk, toy_batches(1)[0])
-    run_operations(interleave(2, None), current, None, Streams(CPU))
+    run_operations(interleave(2, None), current, None, {})
     assert current.output is not None
-    assert all(segment.residual is None for segment in current.segments.values())
+    assert current.residual is None
     roots = [root for segment in current.segments.values() for root in segment.roots]
     assert not any(isinstance(root, torch.Tensor) for root in roots)
 
@@ -133,20 +130,19 @@ def recomputed_step(recompute, *, num_layers, dense, dtype, defer_weights=False,
     hidden = torch.randn(one.tokens.numel(), HIDDEN, generator=torch.Generator().manual_seed(4))
     behind = open_pass(last, one, hidden.to(dtype), recompute)
     ahead = open_pass(first, two, recompute=recompute)
-    streams = Streams(CPU)
-    run_operations(interleave(num_layers, None), behind, None, streams)
+    run_operations(interleave(num_layers, None), behind, None, {})
     both = interleave(2, num_layers, defer_weights=defer_weights, recompute=recompute)
-    run_operations(both, ahead, behind, streams)
+    run_operations(both, ahead, behind, {})
     ahead.output_grad = behind.input_grad
     alone = interleave(None, 2, defer_weights=defer_weights, recompute=recompute)
-    run_operations(alone, None, ahead, streams)
+    run_operations(alone, None, ahead, {})
     counts, sums = [], []
     for side in (behind, ahead):
         assert (len(side.weight_grads) > 0) == (defer_weights and num_layers > 0)
         side.weight_grads.flush()
         assert not side.segments and not side.expert_calls and not side.kept_rows
         counts += side.expert_counts
-        sums += [side.auxiliary_sums, side.loss_sum]
+        sums.append(side.sums)
     parameters = [*last.parameters(), *first.parameters()]
     gradients = [behind.input_grad, *(p.grad for p in parameters)]
     assert all(gradient.abs().max() > 0 for gradient in gradients)
@@ -199,9 +195,9 @@ def held_bytes(chunk, recompute):
     batch = toy_batches(1, num_sequences=40)[0]
     current = open_pass(chunk, batch, recompute=recompute)
     with torch.autograd.graph.saved_tensors_hooks(Packed, lambda packed: packed.tensor):
-        run_operations(interleave(len(chunk.layers), None), current, None, Streams(CPU))
+        run_operations(interleave(len(chunk.layers), None), current, None, {})
     gc.collect()
-    parts = [current.segments, current.expert_calls, current.kept_rows]
+    parts = [current.segments, current.expert_calls, current.kept_rows, current.residual]
     tensors = [packed.tensor for packed in alive]
     while parts:
         match parts.pop():

@@ -1,7 +1,7 @@
 """Context parallelism: the ranks of the cp axis share every sequence.
 
-Zigzag: S tokens of a sequence are `2 * cp` blocks of L; rank r holds blocks r and `2 * cp - 1 - r`,
-one early and one late, so that causal attention costs every rank the same.
+Zigzag: of `2 * cp` blocks of a sequence rank r holds r and `2 * cp - 1 - r`, one early and one
+late, so that causal attention costs every rank the same.
 
 Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets those of rank j at
 
@@ -9,16 +9,15 @@ Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets thos
     j < r   both its blocks see the first block of j, in full
     j > r   its late block sees both blocks of j, in full
 
-and merges the parts by their LSE; the next hop is under way while a part is computed. Backward: the
-same round with the merged output and LSE; the gradients, in fp32 or wider, follow one hop behind.
-In latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) the latent and the heads' common rotary key
-travel instead, and are expanded again in the backward.
+and merges the parts by their LSE, while the next hop is under way. The backward makes the same
+round with the merged output and LSE; gradients, in fp32 or wider, follow one hop behind. In latent
+attention (MLA, DeepSeek-V2, arXiv 2405.04434) the latent and the heads' common rotary key travel
+instead, and are expanded again in the backward.
 
-A sliding window needs no round: a block fetches the `window - 1` keys before it, wherever they lie,
-and returns their gradients.
+With a sliding window a block fetches the `window - 1` keys before it, wherever they lie, and
+returns their gradients.
 
-The trap: all ranks of the axis must issue these exchanges in one order, as sharing a pipeline stage
-ensures.
+The trap: all ranks of the axis must issue these exchanges in one order.
 """
 
 from collections.abc import Iterator
@@ -49,9 +48,9 @@ from pith_engine.runtime import Exchange, exchange
 
 
 def shard_batch(batch: Batch, cp: Axis) -> Batch:
-    """This rank's two blocks of every sequence; documents stay offsets into the whole.
+    """This rank's two blocks of every sequence, of a length that `2 * cp` must divide.
 
-    A ValueError when `2 * cp` does not divide the sequence length.
+    Documents stay offsets into the whole.
     """
     if cp.size == 1:
         return batch
@@ -82,7 +81,7 @@ def context_attention(
     """Causal attention within the sequences and documents of a batch.
 
     `query [T, Hq, D]`, `key [T, Hkv, D]`, `value [T, Hkv, Dv]` -> `[T, Hq, Dv]`; a query sees the
-    `window` keys that end with its own (None, 0: all); scale and sinks as in `attention`.
+    `window` keys up to its own (None, 0: all); scale and sinks as in `attention`.
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, key, value = (x.unflatten(0, sequences) for x in (query, key, value))
@@ -119,9 +118,7 @@ def latent_attention(
 ) -> Tensor:
     """As `context_attention`, with keys and values expanded from a latent.
 
-    `query [T, Hq, Dn + Dr]`, `latent [T, R]`, `rotary_key [T, Dr]`, `kv_b [Hq * (Dn + Dv), R]` ->
-    `[T, Hq, Dv]`. Of `kv_b_h latent`, the first Dn and the rotary key are head h's key, the rest
-    its value.
+    `query [T, Hq, Dn + Dr]`, the others of `expand_latent` with T for B, K -> `[T, Hq, Dv]`.
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, latent, rotary_key = (x.unflatten(0, sequences) for x in (query, latent, rotary_key))
@@ -130,7 +127,7 @@ def latent_attention(
 
 
 class _Call:
-    """The facts of one attention; spans are places in a sequence."""
+    """One attention; spans, length and offsets are those of unsharded sequences."""
 
     def __init__(
         self,
@@ -142,9 +139,9 @@ class _Call:
         backend: AttentionBackend,
     ):
         self.cp, self.window = cp, window or None
-        self.length = batch.sequence_length * cp.size  # of an unsharded sequence
-        self.block = self.length // (2 * cp.size)
-        self.offsets = batch.documents  # and of sequences, in the unsharded tokens
+        self.length = batch.sequence_length * cp.size
+        self.block = batch.sequence_length // 2
+        self.offsets = batch.documents  # and of sequences
         if self.offsets is not None:
             self.offsets = sequence_offsets(self.offsets, batch.num_sequences, self.length)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -157,25 +154,23 @@ class _Call:
     def visibility(
         self, queries: list[range], keys: list[range], causal: bool = True
     ) -> Visibility:
-        """Of keys in these spans."""
         offsets = self.offsets
         if offsets is not None:
             offsets = (self.before(offsets, queries), self.before(offsets, keys))
         return Visibility(causal=causal, window=self.window, offsets=offsets)
 
     def before(self, offsets: Tensor, spans: list[range]) -> Tensor:
-        """Tokens of the spans of all sequences before each offset, int32."""
+        """Tokens in the spans of all sequences before each offset."""
+        if self.cp.size == 1:
+            return offsets
         counts = offsets // self.length * sum(map(len, spans))
         for span in spans:
             counts = counts + (offsets % self.length - span.start).clamp(0, len(span))
         return counts
 
     def meeting(self, source: int) -> tuple[slice, slice, Visibility]:
-        """Rows of queries here, rows of a rank's keys that they see, and how."""
+        """Rows of queries here, those of a rank's keys that they see, and how."""
         both, early, late = slice(None), slice(0, self.block), slice(self.block, None)
-        if self.cp.size == 1:
-            pair = None if self.offsets is None else (self.offsets, self.offsets)
-            return both, both, Visibility(window=self.window, offsets=pair)
         mine, theirs = self.spans(self.cp.rank), self.spans(source)
         if source == self.cp.rank:
             return both, both, self.visibility(mine, theirs)
@@ -208,10 +203,7 @@ class _Ring(torch.autograd.Function):
         out = lse = query  # The own part comes first and replaces them.
         for source, (a, b) in _round([first, second], call.cp):
             rows, keys, visibility = call.meeting(source)
-            key, value = a[:, keys], b[:, keys]
-            if weight is not None:
-                num_nope = query.shape[3] - value.shape[-1]
-                key, value = expand_latent(key, value, weight, query.shape[2], num_nope)
+            key, value = _expand(query, a[:, keys], b[:, keys], weight)
             part, part_lse = attention_forward(
                 query[:, rows], key, value, visibility=visibility, **call.settings
             )
@@ -219,8 +211,7 @@ class _Ring(torch.autograd.Function):
                 out, lse = part.to(part_lse.dtype, copy=True), part_lse
             else:
                 merge_attention(out[:, rows], lse[..., rows], part, part_lse)
-        if sinks is not None:
-            out, lse = apply_sinks(out, lse, sinks)
+        out, lse = apply_sinks(out, lse, sinks)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, out, lse, first, second, weight, sinks)
         ctx.call = call
@@ -235,19 +226,18 @@ class _Ring(torch.autograd.Function):
         dweight = lse.new_zeros(() if weight is None else weight.shape)
         # Gradients of the keys at hand, from ranks that had them before.
         carried = [lse.new_zeros(x.shape) for x in (first, second)]
-        hop, num_nope = exchange([], [], call.cp), query.shape[-1] - second.shape[-1]
+        hop = exchange([], [], call.cp)
         for source, (a, b) in _round([first, second], call.cp):
             rows, keys, visibility = call.meeting(source)
-            key, value = a, b = a[:, keys], b[:, keys]
-            if weight is not None:
-                key, value = expand_latent(a, b, weight, query.shape[2], num_nope)
+            key, value = _expand(query, a[:, keys], b[:, keys], weight)
             dout, q, o = (x[:, rows] for x in (grad, query, out))
             dq, dk, dv = attention_backward(
                 dout, q, key, value, o, lse[..., rows], visibility=visibility, **call.settings
             )
             dquery[:, rows] += dq
             if weight is not None:
-                dk, dv, part = expand_latent_backward(dk, dv, a, weight, num_nope)
+                num_nope = query.shape[-1] - second.shape[-1]
+                dk, dv, part = expand_latent_backward(dk, dv, a[:, keys], weight, num_nope)
                 dweight += part
             hop.wait_sends()
             for total, part in zip(carried, (dk, dv), strict=True):
@@ -260,8 +250,16 @@ class _Ring(torch.autograd.Function):
         return dquery.to(query.dtype), dfirst, dsecond, dweight, dsinks, None
 
 
+def _expand(
+    query: Tensor, first: Tensor, second: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if weight is None:
+        return first, second
+    return expand_latent(first, second, weight, query.shape[2], query.shape[3] - second.shape[2])
+
+
 def _round(tensors: list[Tensor], cp: Axis) -> Iterator[tuple[int, list[Tensor]]]:
-    """Every rank and its tensors, own first, while the next are on their way."""
+    """Every rank and its tensors, own first, the next on their way."""
     tensors = [x.contiguous() for x in tensors]
     for step in range(cp.size - 1):
         hop, arriving = _hop(tensors, cp)
@@ -272,7 +270,7 @@ def _round(tensors: list[Tensor], cp: Axis) -> Iterator[tuple[int, list[Tensor]]
 
 
 def _hop(tensors: list[Tensor], cp: Axis) -> tuple[Exchange, list[Tensor]]:
-    """Start to send to the next rank; what will arrive from the one before."""
+    """Start to send to the next rank; what will arrive."""
     if cp.size == 1:
         return exchange([], [], cp), tensors
     arriving = [torch.empty_like(x) for x in tensors]
@@ -282,7 +280,7 @@ def _hop(tensors: list[Tensor], cp: Axis) -> tuple[Exchange, list[Tensor]]:
 
 
 class _Halo(torch.autograd.Function):
-    """Each block here of keys and values, after what its window shows before it."""
+    """Own blocks of keys and values, each after what its window shows before it."""
 
     @staticmethod
     def forward(ctx: Any, kv: Tensor, call: _Call) -> tuple[Tensor, ...]:
@@ -304,7 +302,7 @@ class _Halo(torch.autograd.Function):
 
 
 def _exchange_halos(kv: Tensor, blocks: list[Tensor], call: _Call, *, home: bool) -> None:
-    """Add rows of `kv` to halos of later blocks, or (`home`) halos to the rows they are of."""
+    """Add rows of `kv` to halos of later blocks, or (`home`) halos to their rows."""
     cp, size = call.cp, call.block
     own, sends, receives, sums = _blocks_of(cp.rank, cp), [], [], []
     for block in range(2 * cp.size):

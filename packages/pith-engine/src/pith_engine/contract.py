@@ -1,14 +1,12 @@
 """What a model must offer to the engine, whichever model it is.
 
-What is particular to a model family is in the three methods of a `DecoderLayer` and those of its
-`ModelChunk`.
+What is particular to a model family is in the methods of its `DecoderLayer` and `ModelChunk`. The
+engine owns dispatch, combine and everything that touches a routing weight. A dense layer has no
+routing, and its `experts` gets `groups=None` and the tokens as they are. `attention` also computes
+shared experts, folded into `residual`.
 
-The engine owns dispatch, combine and everything that touches a routing weight. A dense layer has no
-routing; its `experts` receives `groups=None` and the tokens as they are. Shared experts are
-computed inside `attention` and folded into `residual`.
-
-On one rank: T tokens of a micro-batch, P (token, expert) pairs received, D documents; H hidden
-size, K top-k, N router pool size.
+T tokens of a micro-batch on a rank, P (token, expert) pairs received, D documents; H hidden size, K
+top-k, N router pool.
 """
 
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ IGNORED_TARGET = -100
 
 
 class Role(Enum):
-    """What a parameter is: dtype, optimizer, decay, initial value and sharding follow."""
+    """What a parameter is: dtype, optimizer, decay, initial value, sharding follow."""
 
     MATRIX = "matrix"
     EXPERT_MATRIX = "expert matrix"
@@ -51,27 +49,27 @@ class Role(Enum):
 
     @property
     def uses_muon(self) -> bool:
-        """Whether it maps hidden states to hidden states, as Muon needs."""
+        """Whether it maps hidden to hidden states, as Muon needs."""
         return self in (Role.MATRIX, Role.EXPERT_MATRIX)
 
     @property
     def keeps_fp32(self) -> bool:
         """Whether the gathered copy stays in the master dtype."""
-        roles = (Role.ROUTER, Role.BIAS, Role.EXPERT_BIAS, Role.SINK, Role.BALANCE_BIAS)
-        return self in roles
+        biases = (Role.BIAS, Role.EXPERT_BIAS, Role.BALANCE_BIAS)
+        return self in (Role.ROUTER, Role.SINK, *biases)
 
     @property
     def is_trained(self) -> bool:
-        """Whether the optimizer moves it; else its gradient is zero."""
+        """Whether the optimizer moves it."""
         return self is not Role.BALANCE_BIAS
 
 
 class DeclaredParameter(nn.Parameter):
-    """A parameter on the meta device, until a unit of `fsdp.py` replaces it.
+    """A parameter on the meta device, until a unit replaces it.
 
     `std` is that of the initial normal values, None for a constant (1 for norms, else 0). `parts`
-    names the canonical tensors of equal size stored one after the other along the last dim but one;
-    empty when the stored tensor is canonical.
+    names canonical tensors of equal size stored one after the other along the last dim but one,
+    such as `("gate_proj", "up_proj")` in `[E, 2 * I, H]`; empty if the stored one is canonical.
     """
 
     role: Role
@@ -82,10 +80,7 @@ class DeclaredParameter(nn.Parameter):
 def declare(
     shape: tuple[int, ...], role: Role, *, std: float | None = None, parts: tuple[str, ...] = ()
 ) -> DeclaredParameter:
-    """Declare a parameter by its shape before data-parallel sharding; experts `[E / ep, ...]`.
-
-    Stored `[E, 2 * I, H]` may have parts `("gate_proj", "up_proj")`.
-    """
+    """Declare a parameter by its shape before data-parallel sharding; experts `[E / ep, ...]`."""
     parameter = DeclaredParameter(torch.empty(shape, device="meta"))
     parameter.role, parameter.std, parameter.parts = role, std, parts
     return parameter
@@ -93,23 +88,23 @@ def declare(
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch on one rank, or its part of every sequence (`shard_batch`)."""
+    """One micro-batch, or a rank's part of every sequence (`shard_batch`)."""
 
     tokens: Tensor
-    """`[T]` int64 token ids."""
+    """`[T]` int64 ids."""
     targets: Tensor
     """`[T]` int64, the id after each token; `IGNORED_TARGET` where no loss is taken."""
     positions: Tensor
     """`[T]` int64, from 0 in each sequence or document."""
     sequence_length: int
-    """Tokens of a sequence on this rank; attention does not cross sequences."""
+    """Tokens of a sequence on this rank."""
     documents: Tensor | None = None
     """`[D + 1]` int32 offsets of packed documents in the `T * cp` tokens of the whole; None: a
     document a sequence."""
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in this micro-batch."""
+        """Of which this rank has tokens."""
         return self.tokens.numel() // self.sequence_length
 
     @property
@@ -129,9 +124,9 @@ class Routing:
     scores: Tensor
     """`[T, N]` normalised over the router's own pool, differentiable."""
     chosen: Tensor
-    """`[T, K]` int32 ids in the router's own pool; `expert_ids` where that is the experts."""
+    """`[T, K]` int32 in the router's own pool; `expert_ids` where that is the experts."""
     logits: Tensor
-    """`[T, N]` that the scores were made from, differentiable."""
+    """`[T, N]` of the scores, differentiable."""
 
 
 class DecoderLayer(Protocol):
@@ -156,12 +151,12 @@ class DecoderLayer(Protocol):
         ...
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Weighted expert sums `[T, H]` and residual `[T, H]` -> hidden `[T, H]`."""
+        """Weighted expert sums and residual -> hidden, each `[T, H]`."""
         ...
 
 
 class ModelChunk(nn.Module):
-    """Consecutive layers by global number, the embedding if first, the head if last."""
+    """Consecutive layers, the embedding if first, the head if last."""
 
     layers: nn.ModuleDict
     is_first: bool
@@ -173,7 +168,7 @@ class ModelChunk(nn.Module):
         self.layers = nn.ModuleDict()
 
     def decoder_layers(self) -> dict[int, DecoderLayer]:
-        """Global number -> layer, in order, typed."""
+        """Global number -> layer, in order."""
         return {int(n): layer for n, layer in self.layers.items()}  # type: ignore[misc]
 
     def embed(self, batch: Batch) -> Tensor:
@@ -185,5 +180,5 @@ class ModelChunk(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Last chunk: hidden `[T, H]` -> logits `[T, V]`, for comparisons."""
+        """Last chunk: `[T, H]` -> `[T, V]`, for comparisons."""
         raise NotImplementedError

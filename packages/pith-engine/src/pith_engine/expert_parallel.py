@@ -1,16 +1,15 @@
 """Expert parallelism: how tokens reach the ranks of their experts and come back.
 
-A token travels once to each rank that holds any of its experts, with expert ids and routing
-weights; that rank returns one weighted sum of their outputs (DeepSeek-V3, arXiv 2412.19437,
-section 3.2.2, without the node limit). With the index maths of `pith_ops.dispatch`:
+A token travels once to each rank with any of its experts, beside their ids and weights; that rank
+returns one weighted sum of their outputs (DeepSeek-V3, arXiv 2412.19437, section 3.2.2, without the
+node limit). With the index maths of `pith_ops.dispatch`:
 
     forward    pack_tokens -> exchange_rows -> gather_rows -> experts -> weighted_partial_sums
                -> exchange_rows -> sum_ranks
     backward   pack_tokens -> exchange_rows -> weighted_partial_sums_backward -> experts' dgrad
                -> sum_pairs -> exchange_rows -> sum_ranks, sum_rank_weights
 
-None of this is an autograd function: `stages.py` chooses the order, and runs `exchange_rows` on a
-communication stream.
+None of this is an autograd function: `stages.py` chooses the order and the streams.
 
 T tokens here, H hidden size, K top-k, R ranks of the axis, N rows sent by this rank, M received.
 """
@@ -47,14 +46,8 @@ class Route:
     """(Row, expert) pairs received for each local expert."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """How received rows map to expert order."""
-
-    weights: Tensor
-    """`[M, K]` of the received rows, 0 where the slot is not ours."""
-    plan: ExpertPlan
-    """Index maths of that order."""
+Arrival = tuple[Tensor, ExpertPlan]
+"""Weights of received rows `[M, K]`, 0 where the slot is not ours, and their order by expert."""
 
 
 def route_tokens(routing: Routing, num_local_experts: int, axis: Axis) -> Route:
@@ -86,19 +79,19 @@ def pack_metadata(routing: Routing, route: Route) -> Tensor:
 
 
 def open_metadata(metadata: Tensor, route: Route) -> Arrival:
-    """Plan the expert order of received metadata `[M, 2 * K]`, whose ids are exact below 2**24.
+    """Plan the expert order of received metadata `[M, 2 * K]`; ids are exact below 2**24.
 
-    Copied: what was received may be dropped as soon as the experts are launched.
+    Copied: what was received may be dropped once the experts are launched.
     """
     ids, weights = metadata.chunk(2, dim=1)
-    plan = plan_experts(ids.to(torch.int32), route.expert_sizes)
-    return Arrival(weights=weights.clone(), plan=plan)
+    return weights.clone(), plan_experts(ids.to(torch.int32), route.expert_sizes)
 
 
-def exchange_rows(rows: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-    """Send so many rows to each rank and receive so many from each, in order."""
+def exchange_rows(rows: Tensor, route: Route, axis: Axis, *, back: bool) -> Tensor:
+    """Rows in send order -> as received, or `back`."""
     if axis.size == 1:
         return rows
+    sent, received = (route.received, route.sent) if back else (route.sent, route.received)
     output = rows.new_empty(sum(received), *rows.shape[1:])
     all_to_all(output, rows, received, sent, axis)
     return output

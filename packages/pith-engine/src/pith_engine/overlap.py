@@ -1,9 +1,9 @@
 """One micro-batch's forward interleaved with another's backward, as a list of facts.
 
-A chunk of L layers has segments 0 .. L: segment l is one autograd graph, the aggregate of layer
-l - 1 (l > 0) followed by the attention of layer l (l < L). The backward's COMBINE and DISPATCH
-reverse the forward's. Both sides share one compute stream; the all-to-alls of each have their own.
-Iteration i of a list enqueues, with l = i and j = num_backward_layers - 1 - i:
+A chunk of L layers has segments 0 .. L: segment l is the aggregate of layer l - 1 (l > 0) and the
+attention of layer l (l < L). The backward's COMBINE and DISPATCH reverse the forward's. Both sides
+share one compute stream; the all-to-alls of each have their own. Iteration i of a list enqueues,
+with l = i and j = num_backward_layers - 1 - i:
 
     1. F COMBINE l-1     runs under 2
     2. B SEGMENT j+1     after its recomputation, if any
@@ -16,15 +16,13 @@ Iteration i of a list enqueues, with l = i and j = num_backward_layers - 1 - i:
     9. F EXPERTS l       waits for 6
 
 1 stands before 2: behind the many launches of a segment it would start late and run exposed. 4 ends
-with the host reading counts, while the device does 5. All ranks of an ep axis run one list, so
-collectives meet in one order.
+with the host reading counts. All ranks of an ep axis run one list, so collectives meet in order.
 
 The trap is memory: what the host drops goes back to the pool of the stream it was made on, which
 may hand it out again before another stream has read it. So a value is freed only where every later
-operation on its own stream is ordered after all its uses (`overlap_check.py` proves it); across two
-lists, because a list's first operation on a communication stream waits for compute. Kept rows of
-F DISPATCH are dropped by RECOMPUTE EXPERTS, before 4, for which 6 waits; in 5, 6 could overwrite
-them.
+operation on its own stream is ordered after all its uses (a test proves it); across two lists,
+because a list's first communication waits for compute. Kept rows of F DISPATCH are dropped by
+RECOMPUTE EXPERTS, before 4, for which 6 waits; in 5, 6 could overwrite them.
 """
 
 from dataclasses import dataclass
@@ -34,11 +32,11 @@ from itertools import product
 from typing import Literal
 
 Recompute = Literal["none", "experts", "attention+experts"]
-"""Which stages keep only their inputs, and run again before their backward."""
+"""Stages that keep only their inputs, and run again before their backward."""
 
 
 class Stream(Enum):
-    """Where operations run, in the order of the list."""
+    """Where operations run, each stream in the order of the list."""
 
     COMPUTE = "compute"
     FORWARD_COMM = "forward communication"
@@ -62,7 +60,7 @@ class OperationKind(Enum):
 
     @property
     def is_forward(self) -> bool:
-        """Whether it belongs to the micro-batch that runs forward."""
+        """Whether of the micro-batch that runs forward."""
         return self.value.startswith("forward")
 
     @property
@@ -74,7 +72,7 @@ class OperationKind(Enum):
 
 
 Value = tuple[OperationKind, int]
-"""The output of an operation: its kind and index."""
+"""An operation's output: its kind and index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +83,8 @@ class Operation:
     """What it does."""
     index: int
     """Segment or layer of the chunk."""
-    stream: Stream
-    """Where it runs."""
     waits: tuple[int, ...]
-    """Earlier positions, on other streams, to wait for."""
+    """Earlier positions, on other streams."""
     frees: tuple[Value, ...]
     """Outputs that the host then drops."""
 
@@ -119,14 +115,14 @@ READS = {
     OperationKind.BACKWARD_DISPATCH: ((OperationKind.BACKWARD_EXPERTS, 0),),
     OperationKind.BACKWARD_WEIGHT: ((OperationKind.BACKWARD_EXPERTS, 0),),
 }
-"""Outputs an operation reads, as kind and offset to its own index; the first is handed to it."""
+"""Outputs read, as kind and offset to the reader's index; the first is handed to it."""
 
 OFFSETS = {
     OperationKind.FORWARD_COMBINE: -1,
     OperationKind.RECOMPUTE_SEGMENT: 1,
     OperationKind.BACKWARD_SEGMENT: 1,
 }
-"""From l (forward) or j to an operation's index; 0 for all others."""
+"""From l or j to an operation's index, if not 0."""
 
 
 @cache
@@ -139,39 +135,32 @@ def interleave(
 ) -> tuple[Operation, ...]:
     """The operations of one forward, one backward, or both overlapped, in host order.
 
-    None: no such side; `defer_weights`: the caller runs the weight gradients later; `recompute`:
-    that of the backward's pass. Every output that is read is freed once.
+    None: no such side; `defer_weights`: the caller runs weight gradients later.
     """
     order = host_order(num_forward_layers, num_backward_layers, defer_weights, recompute)
     users = output_users(order)
-    streams = [kind.stream for kind, _ in order]
     waits: list[list[int]] = [[] for _ in order]
     frees: list[list[Value]] = [[] for _ in order]
     for place, (value, readers) in enumerate(users.items()):
         for reader in readers:
-            if streams[reader] is not streams[place]:
+            if order[reader][0].stream is not value[0].stream:
                 waits[reader].append(place)
-        # Dropped by the first compute that is ordered after every use: a reader on the compute
-        # stream, or what waits for a reader on another stream.
-        after = [r if streams[r] is Stream.COMPUTE else users[order[r]][0] for r in readers]
+        # Dropped by the first compute after every use: a reader there, or what waits for a reader.
+        at_compute = [
+            r if order[r][0].stream is Stream.COMPUTE else users[order[r]][0] for r in readers
+        ]
         if readers:
-            frees[max(after)].append(value)
+            frees[max(at_compute)].append(value)
     return tuple(
-        Operation(
-            kind=value[0],
-            index=value[1],
-            stream=streams[place],
-            waits=tuple(waits[place]),
-            frees=tuple(frees[place]),
-        )
-        for place, value in enumerate(order)
+        Operation(kind=kind, index=index, waits=tuple(waits[place]), frees=tuple(frees[place]))
+        for place, (kind, index) in enumerate(order)
     )
 
 
 def host_order(
     num_forward: int | None, num_backward: int | None, defer_weights: bool, recompute: Recompute
 ) -> list[Value]:
-    """What a list of `interleave` computes, in order."""
+    """What `interleave` lists."""
     forward, backward = (-1 if num is None else num for num in (num_forward, num_backward))
     left_out = {
         OperationKind.BACKWARD_WEIGHT: defer_weights,
@@ -180,18 +169,18 @@ def host_order(
     }
     order = []
     for i, kind in product(range(max(forward, backward) + 1), OperationKind):
-        num_layers, index = (forward, i) if kind.is_forward else (backward, backward - 1 - i)
+        num, index = (forward, i) if kind.is_forward else (backward, backward - 1 - i)
         index += OFFSETS.get(kind, 0)
         # The last segment has no layer, and is not recomputed.
         if kind in (OperationKind.FORWARD_SEGMENT, OperationKind.BACKWARD_SEGMENT):
-            num_layers += 1
-        if 0 <= index < num_layers and not left_out.get(kind, False):
+            num += 1
+        if 0 <= index < num and not left_out.get(kind, False):
             order.append((kind, index))
     return order
 
 
 def output_users(order: list[Value]) -> dict[Value, list[int]]:
-    """Output, in list order -> the positions that read it."""
+    """Output, in order -> the positions that read it."""
     users: dict[Value, list[int]] = {value: [] for value in order}
     for place, (kind, index) in enumerate(order):
         for source, offset in READS.get(kind, ()):

@@ -1,4 +1,4 @@
-"""A model run by autograd alone, layer by layer, as a reference of everything the engine does."""
+"""A model run by autograd alone, layer by layer: a reference of all that the engine does."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from pith_engine.contract import Batch, DecoderLayer, ModelChunk, Routing
 
 
 def plain_layer(layer: DecoderLayer, hidden: Tensor, batch: Batch) -> tuple[Tensor, Routing | None]:
-    """One layer, with all experts, by autograd alone: a reference of its dispatch."""
+    """Hidden states `[T, H]` after a layer that holds all experts, and its routing."""
     tokens, residual, routing = layer.attention(hidden, batch)
     if routing is None:
         return layer.aggregate(layer.experts(tokens, None, None), residual), None

@@ -4,34 +4,32 @@ Rank r holds chunks r and `2 * pp - 1 - r` of `2 * pp`, a V: rank 0 embeds and t
 the last rank passes on without a transfer. `dualpipev` is DeepSeek's DualPipeV
 (https://github.com/deepseek-ai/DualPipe, from arXiv 2412.19437).
 
-Before the action of slot k a rank issues one batched exchange: the sends of slot k-1 and the
-receives of slot k, for which the action waits even if a later slot uses them. One more follows the
-last slot.
+Before the actions of slot k a rank issues one batched exchange: the sends of slot k-1 and the
+receives of slot k, for which they wait. One more follows the last slot.
 
 The trap: a batched exchange is a meeting. NCCL runs a rank's batches one by one, each until all its
-transfers are done: a late receive holds up everything behind its send, and crossing meetings, as of
-receives posted just before need, deadlock. So a receive stands before the first action that, at
-unit costs, starts no earlier than the sender is done: no rank waits longer than for the data
-(`simulate.py`).
+transfers are done, so crossing meetings, as of receives posted just before need, deadlock. A
+receive stands before the first action that, at unit costs, starts no earlier than the sender is
+done: no rank waits longer than for the data (`simulate.py`).
 """
 
 from bisect import bisect_left
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache
+from graphlib import TopologicalSorter
 from itertools import count
-from operator import itemgetter
 
 
 class ActionKind(Enum):
-    """What a rank does in one slot."""
+    """BACKWARD has the weight gradients, BACKWARD_INPUT leaves them to WEIGHT."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward input"
     WEIGHT = "weight"
-    OVERLAP = "overlap"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,73 +37,42 @@ class Action:
     """One piece of compute."""
 
     kind: ActionKind
-    """BACKWARD has the weight gradients, BACKWARD_INPUT leaves them to WEIGHT."""
+    """What it computes."""
     chunk: int
-    """Of an OVERLAP, the forward one."""
+    """Where."""
     micro_batch: int
-    """Its micro-batch."""
-    backward_chunk: int | None = None
-    """OVERLAP only: the backward one."""
-    backward_micro_batch: int | None = None
-    """Its micro-batch."""
-
-    @cached_property
-    def parts(self) -> tuple["Action", ...]:
-        """Forward and backward of an OVERLAP; any other action alone."""
-        if self.kind is not ActionKind.OVERLAP:
-            return (self,)
-        chunk, micro_batch = self.backward_chunk, self.backward_micro_batch
-        if chunk is None or micro_batch is None:
-            raise ValueError(f"{self} has no backward chunk and micro-batch; OVERLAP needs both")
-        return (
-            Action(kind=ActionKind.FORWARD, chunk=self.chunk, micro_batch=self.micro_batch),
-            Action(kind=ActionKind.BACKWARD, chunk=chunk, micro_batch=micro_batch),
-        )
+    """Of which."""
 
 
 class TransferKind(Enum):
-    """What travels."""
+    """What travels, and the step from the chunk that makes it to its consumer."""
 
-    HIDDEN = "hidden"
-    GRADIENT = "gradient"
-
-    @property
-    def step(self) -> int:
-        """From the chunk that makes it to its consumer."""
-        return 1 if self is TransferKind.HIDDEN else -1
+    HIDDEN = 1
+    GRADIENT = -1
 
 
 Output = tuple[TransferKind, int, int]
-"""Made for another action: kind, consuming chunk, micro-batch."""
+"""What travels: kind, consuming chunk, micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A tensor on its way, as one of two ranks sees it."""
+    """An output on its way, as one of two ranks sees it."""
 
-    kind: TransferKind
+    output: Output
     """What travels."""
-    chunk: int
-    """The chunk that consumes it."""
-    micro_batch: int
-    """Of which it is."""
     peer: int
     """The pp rank at the other end."""
-
-    @property
-    def output(self) -> Output:
-        """What travels."""
-        return self.kind, self.chunk, self.micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One action and the transfers around it, in order for each peer."""
+    """What runs at once, and the transfers around it, in order for each peer."""
 
-    action: Action
-    """What to compute."""
+    actions: tuple[Action, ...]
+    """One, or a forward and a backward that overlap."""
     receives: tuple[Transfer, ...] = ()
-    """Issued before the action, which waits for them."""
+    """Issued before the actions, which wait for them."""
     sends: tuple[Transfer, ...] = ()
     """Issued with the receives of the next slot."""
 
@@ -119,23 +86,23 @@ def chunk_rank(chunk: int, pp: int) -> int:
     return min(chunk, 2 * pp - 1 - chunk)
 
 
-def needed_outputs(action: Action, pp: int) -> list[Output]:
-    """What it takes from neighbouring chunks."""
-    return [output for output in _inputs(action) if 0 <= output[1] - output[0].step < 2 * pp]
+def needed_outputs(actions: Sequence[Action], pp: int) -> list[Output]:
+    """What they take from neighbouring chunks."""
+    return [output for output in _inputs(actions) if 0 <= output[1] - output[0].value < 2 * pp]
 
 
-def made_outputs(action: Action, pp: int) -> list[Output]:
-    """What it makes for neighbouring chunks."""
-    outputs = [(kind, chunk + kind.step, number) for kind, chunk, number in _inputs(action)]
+def made_outputs(actions: Sequence[Action], pp: int) -> list[Output]:
+    """What they make for neighbouring chunks."""
+    outputs = [(kind, chunk + kind.value, number) for kind, chunk, number in _inputs(actions)]
     return [output for output in outputs if 0 <= output[1] < 2 * pp]
 
 
-def _inputs(action: Action) -> list[Output]:
+def _inputs(actions: Sequence[Action]) -> list[Output]:
     hidden, gradient = TransferKind.HIDDEN, TransferKind.GRADIENT
     return [
-        (hidden if part.kind is ActionKind.FORWARD else gradient, part.chunk, part.micro_batch)
-        for part in action.parts
-        if part.kind is not ActionKind.WEIGHT
+        (hidden if a.kind is ActionKind.FORWARD else gradient, a.chunk, a.micro_batch)
+        for a in actions
+        if a.kind is not ActionKind.WEIGHT
     ]
 
 
@@ -162,108 +129,81 @@ def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
     for rank in range(pp):
         chunks = (rank, 2 * pp - 1 - rank)
         times = sorted((c + 2 * m, c, m) for c in chunks for m in range(num_micro_batches))
-        rows.append([Action(kind=ActionKind.FORWARD, chunk=c, micro_batch=m) for _, c, m in times])
+        forward = ActionKind.FORWARD
+        rows.append([(Action(kind=forward, chunk=c, micro_batch=m),) for _, c, m in times])
     return _with_transfers(rows)
 
 
-def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[Action]:
+def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action, ...]]:
     """A rank's order; F0, B1 ...: its first and second chunk."""
-    first, second = rank, 2 * pp - 1 - rank
-    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
-    overlap, backward_input = ActionKind.OVERLAP, ActionKind.BACKWARD_INPUT
-    weight = (ActionKind.WEIGHT, first)  # of whatever was deferred first
+    f0, f1 = ((ActionKind.FORWARD, chunk) for chunk in (rank, 2 * pp - 1 - rank))
+    b0, b1 = ((ActionKind.BACKWARD, chunk) for _, chunk in (f0, f1))
+    i0, i1 = ((ActionKind.BACKWARD_INPUT, chunk) for _, chunk in (f0, f1))
+    w = (ActionKind.WEIGHT, rank)  # of whatever was deferred first
     to_turn = pp - 1 - rank  # ranks between this one and the turn of the V
-    # 1. Fill the first chunks: F0.
-    steps: list[tuple[ActionKind, int]] = [(forward, first)] * (2 * to_turn)
-    # 2. Fill both directions: F0 F1.
-    steps += [(forward, first), (forward, second)] * (rank + 1)
-    # 3. The first gradients, split to reach the previous rank early: B1 W F1.
-    steps += [(backward_input, second), weight, (forward, second)] * to_turn
-    # 4. Steady state: F0 & B1, F1 & B0. The last rank runs F0 alone, then the first B1 of all, for
-    #    which every other rank waits.
-    steady = [(overlap, first), (overlap, second)] * (num_micro_batches - 2 * pp + rank + 1)
+    # 1. Fill the first chunks.
+    steps: list[tuple[tuple[ActionKind, int], ...]] = [(f0,)] * (2 * to_turn)
+    # 2. Fill both directions.
+    steps += [(f0,), (f1,)] * (rank + 1)
+    # 3. The first gradients, split to reach the previous rank early.
+    steps += [(i1,), (w,), (f1,)] * to_turn
+    # 4. Steady state. The last rank runs F0 alone, then the first B1 of all, for which every other
+    #    rank waits.
+    steady = len(steps)
+    steps += [(f0, b1), (f1, b0)] * (num_micro_batches - 2 * pp + rank + 1)
     if to_turn == 0:
-        steady[:1] = [(forward, first), (backward, second)]
-    steps += steady
-    # 5. First chunks without forwards: B1, F1 & B0.
-    steps += [(backward, second), (overlap, second)] * to_turn
+        steps[steady : steady + 1] = [(f0,), (b1,)]
+    # 5. First chunks without forwards.
+    steps += [(b1,), (f1, b0)] * to_turn
     # 6. Drain: B1 B0. The second half keeps weight gradients for the waits of 7.
-    for i in range(2 * (rank + 1)):
-        steps.append((backward_input if i > rank else backward, first if i % 2 else second))
-    # 7. Drain the first chunk, a kept W in each wait: W B0.
-    steps += [weight, (backward_input, first)] * to_turn
-    # 8. The weight gradients left: W.
-    steps += [weight] * (rank + 1)
-    return _numbered(steps, pp)
-
-
-def _numbered(steps: list[tuple[ActionKind, int]], pp: int) -> list[Action]:
-    forwards, backwards = defaultdict(count), defaultdict(count)
+    steps += ([(b1,), (b0,)] * (rank + 1))[: rank + 1] + ([(i1,), (i0,)] * (rank + 1))[rank + 1 :]
+    # 7. Drain the first chunk, a kept W in each wait.
+    steps += [(w,), (i0,)] * to_turn
+    # 8. The weight gradients left.
+    steps += [(w,)] * (rank + 1)
+    numbers = defaultdict(count)
     deferred: deque[tuple[int, int]] = deque()
-    actions = []
-    for kind, chunk in steps:
-        fields = {}
-        match kind:
-            case ActionKind.FORWARD:
-                micro_batch = next(forwards[chunk])
-            case ActionKind.OVERLAP:
-                micro_batch, other = next(forwards[chunk]), 2 * pp - 1 - chunk
-                fields = {"backward_chunk": other, "backward_micro_batch": next(backwards[other])}
-            case ActionKind.WEIGHT:
-                chunk, micro_batch = deferred.popleft()
-            case _:
-                micro_batch = next(backwards[chunk])
-                if kind is ActionKind.BACKWARD_INPUT:
-                    deferred.append((chunk, micro_batch))
-        actions.append(Action(kind=kind, chunk=chunk, micro_batch=micro_batch, **fields))
-    return actions
+
+    def numbered(kind: ActionKind, chunk: int) -> Action:
+        if kind is ActionKind.WEIGHT:
+            chunk, number = deferred.popleft()
+        else:
+            number = next(numbers[kind is ActionKind.FORWARD, chunk])
+        if kind is ActionKind.BACKWARD_INPUT:
+            deferred.append((chunk, number))
+        return Action(kind=kind, chunk=chunk, micro_batch=number)
+
+    return [tuple(numbered(*part) for part in step) for step in steps]
 
 
-def _with_transfers(rows: list[list[Action]]) -> ScheduleTable:
+def _with_transfers(rows: Sequence[Sequence[tuple[Action, ...]]]) -> ScheduleTable:
     """Send every output at once; receive it where nobody waits."""
     pp = len(rows)
-    starts, made = _unit_times(rows)
-    receives: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
-    sends: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
-    for (kind, chunk, micro_batch), (end, source, slot) in sorted(made.items(), key=itemgetter(1)):
-        target = chunk_rank(chunk, pp)
-        if target == source:
-            continue
-        meets = bisect_left(starts[target], end)
-        facts = {"kind": kind, "chunk": chunk, "micro_batch": micro_batch}
-        sends[source, slot].append(Transfer(**facts, peer=target))
-        receives[target, meets].append(Transfer(**facts, peer=source))
+    slots = {(rank, k): actions for rank, row in enumerate(rows) for k, actions in enumerate(row)}
+    makers = {made: place for place, actions in slots.items() for made in made_outputs(actions, pp)}
+    # Times at unit costs, if data took none.
+    after = {
+        (rank, k): [makers[need] for need in needed_outputs(a, pp)] + [(rank, k - 1)] * (k > 0)
+        for (rank, k), a in slots.items()
+    }
+    starts = [[0] * len(row) for row in rows]
+    ends: dict[tuple[int, int], int] = {}
+    for rank, k in TopologicalSorter(after).static_order():
+        starts[rank][k] = max((ends[place] for place in after[rank, k]), default=0)
+        kinds = [action.kind for action in slots[rank, k]]
+        # Input and weight gradients cost a forward each.
+        ends[rank, k] = starts[rank][k] + len(kinds) + kinds.count(ActionKind.BACKWARD)
+    receives, sends = defaultdict(list), defaultdict(list)
+    for output, place in sorted(makers.items(), key=lambda made: (ends[made[1]], made[1])):
+        source, target = place[0], chunk_rank(output[1], pp)
+        if target != source:
+            meets = bisect_left(starts[target], ends[place])
+            sends[place].append(Transfer(output=output, peer=target))
+            receives[target, meets].append(Transfer(output=output, peer=source))
     return tuple(
         tuple(
-            Slot(action=action, receives=tuple(receives[rank, k]), sends=tuple(sends[rank, k]))
-            for k, action in enumerate(row)
+            Slot(actions=actions, receives=tuple(receives[rank, k]), sends=tuple(sends[rank, k]))
+            for k, actions in enumerate(row)
         )
         for rank, row in enumerate(rows)
     )
-
-
-def _unit_times(
-    rows: list[list[Action]],
-) -> tuple[list[list[int]], dict[Output, tuple[int, int, int]]]:
-    """Start of every action; (end, rank, slot) of every output; data takes no time."""
-    pp = len(rows)
-    starts: list[list[int]] = [[] for _ in rows]
-    clocks = [0] * pp
-    made: dict[Output, tuple[int, int, int]] = {}
-    progress = True
-    while progress:
-        progress = False
-        for rank, row in enumerate(rows):
-            while (slot := len(starts[rank])) < len(row):
-                needs = needed_outputs(row[slot], pp)
-                if any(need not in made for need in needs):
-                    break
-                starts[rank].append(max([clocks[rank], *(made[need][0] for need in needs)]))
-                kinds = [part.kind for part in row[slot].parts]
-                # Input and weight gradients cost a forward each.
-                cost = len(kinds) + kinds.count(ActionKind.BACKWARD)
-                clocks[rank] = starts[rank][-1] + cost
-                for output in made_outputs(row[slot], pp):
-                    made[output] = (clocks[rank], rank, slot)
-                progress = True
-    return starts, made

@@ -1,14 +1,20 @@
 """Run a schedule table with given costs: when each slot runs, and the bubble.
 
-The rules are the executor's (`schedule.py`), waits for late receives included. With one cost for
-all chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek DualPipe):
-F&B an overlapped slot, B a full backward, W its weight part.
+The rules are the executor's, with the strictest exchanges of any backend: one starts when the
+rank's previous exchange and slot are over, and is over when all its partners have started. With one
+cost for all chunks, DualPipeV's bubble is `(pp - 1) * (F&B + B - 3 W)` on every rank (DeepSeek
+DualPipe): F&B an overlapped slot, B a full backward, W its weight part.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import accumulate, zip_longest
 
-from pith_engine.schedule import Action, ActionKind, ScheduleTable
-from pith_engine.schedule_check import meetings, peak_live
+from pith_engine.schedule import ActionKind, ScheduleTable, Slot
+
+Place = tuple[int, int]
+"""Rank, and the slot before which it issues an exchange; one more for the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +28,7 @@ class ScheduleCosts:
     weight: tuple[float, ...]
     """Of the weight gradients."""
     overlap: float = 1.0
-    """An overlapped slot over the sum of its parts."""
+    """Of overlapped actions, over the sum of both."""
     transfer: float = 0.0
     """Of an exchange, once all partners have started."""
 
@@ -33,29 +39,28 @@ class ScheduleCosts:
                 f"{len(self.backward_input)} and {len(self.weight)} values; each needs 2 * pp"
             )
 
-    def duration(self, action: Action) -> float:
-        """How long one action runs."""
-        total = 0.0
-        for part in action.parts:
-            if part.kind is ActionKind.FORWARD:
-                total += self.forward[part.chunk]
-            if part.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
-                total += self.backward_input[part.chunk]
-            if part.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
-                total += self.weight[part.chunk]
-        return total * self.overlap if action.kind is ActionKind.OVERLAP else total
+    def duration(self, slot: Slot) -> float:
+        """How long a slot's actions run."""
+        costs = {
+            ActionKind.FORWARD: (self.forward,),
+            ActionKind.BACKWARD: (self.backward_input, self.weight),
+            ActionKind.BACKWARD_INPUT: (self.backward_input,),
+            ActionKind.WEIGHT: (self.weight,),
+        }
+        total = sum(cost[action.chunk] for action in slot.actions for cost in costs[action.kind])
+        return total * self.overlap if len(slot.actions) > 1 else total
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When every slot of a table runs, from time 0."""
+    """When every slot of a table runs, from time 0; one row per rank."""
 
     starts: tuple[tuple[float, ...], ...]
-    """Of every slot, one row per rank."""
+    """Of every slot."""
     ends: tuple[tuple[float, ...], ...]
-    """As `starts`."""
+    """Of every slot."""
     peak_live: tuple[int, ...]
-    """Of each rank, as `schedule_check.peak_live` counts."""
+    """Most activations at once: each from its forward to its BACKWARD or WEIGHT."""
 
     @property
     def duration(self) -> float:
@@ -81,29 +86,58 @@ def unit_schedule_costs(pp: int) -> ScheduleCosts:
 
 
 def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
-    """Run a table; ValueError for costs of other chunks or a deadlock."""
+    """A ValueError for costs of other chunks, transfers that do not match, or a deadlock."""
     if len(costs.forward) != 2 * len(table):
         raise ValueError(f"costs hold {len(costs.forward)} chunks; {len(table)} ranks have twice")
+    partners = meetings(table)
+    places = [(rank, k) for rank, row in enumerate(table) for k in range(len(row) + 1)]
+    after = {(rank, k): [(rank, k - 1), *partners[rank, k - 1]] if k else [] for rank, k in places}
+    try:
+        order = list(TopologicalSorter(after).static_order())
+    except CycleError as error:
+        cycle = " before ".join(f"rank {rank} at slot {k}" for rank, k in error.args[1])
+        raise ValueError(f"deadlock, exchanges that must start in a circle: {cycle}") from None
     starts: list[list[float]] = [[] for _ in table]
     ends: list[list[float]] = [[] for _ in table]
-    # Start of every exchange so far; `meetings` orders them so that partners are known.
-    begun = {(rank, 0): 0.0 for rank in range(len(table))}
-    for meeting in meetings(table):
-        rank, position = meeting.rank, meeting.position
-        over = begun[rank, position]
-        if meeting.partners:
-            over = max(over, *(begun[partner] for partner in meeting.partners)) + costs.transfer
-        if position == len(table[rank]):
-            continue
-        slot = table[rank][position]
-        start = max(ends[rank][-1:], default=0.0)
-        if slot.receives:
-            start = max(start, over)
-        starts[rank].append(start)
-        ends[rank].append(start + costs.duration(slot.action))
-        begun[rank, position + 1] = max(over, ends[rank][-1])
+    begun: dict[Place, float] = {}
+    for rank, k in order:
+        over = max((begun[place] for place in after[rank, k]), default=0.0)
+        if k > 0:
+            slot = table[rank][k - 1]
+            over += costs.transfer if partners[rank, k - 1] else 0.0
+            start = over if slot.receives else 0.0
+            starts[rank].append(max([start, *ends[rank][-1:]]))
+            ends[rank].append(starts[rank][-1] + costs.duration(slot))
+            over = max(over, ends[rank][-1])
+        begun[rank, k] = over
+    changes = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT: -1}
     return Timeline(
         starts=tuple(map(tuple, starts)),
         ends=tuple(map(tuple, ends)),
-        peak_live=tuple(peak_live(row) for row in table),
+        peak_live=tuple(
+            max(accumulate(changes.get(action.kind, 0) for slot in row for action in slot.actions))
+            for row in table
+        ),
     )
+
+
+def meetings(table: ScheduleTable) -> defaultdict[Place, list[Place]]:
+    """Exchange -> those at the other ends of its transfers; ValueError if one has none."""
+    sent_received: defaultdict[tuple[int, int], tuple[list, list]] = defaultdict(lambda: ([], []))
+    for rank, row in enumerate(table):
+        for k, slot in enumerate(row):
+            for t in slot.sends:
+                sent_received[rank, t.peer][0].append((k + 1, t.output))
+            for t in slot.receives:
+                sent_received[t.peer, rank][1].append((k, t.output))
+    partners: defaultdict[Place, list[Place]] = defaultdict(list)
+    for (source, target), in_order in sorted(sent_received.items()):
+        for send, receive in zip_longest(*in_order):
+            if send is None or receive is None or send[1] != receive[1]:
+                raise ValueError(
+                    f"transfers from rank {source} to rank {target} do not match in order: "
+                    f"(exchange, what) {send} is sent where {receive} is received"
+                )
+            partners[source, send[0]].append((target, receive[0]))
+            partners[target, receive[0]].append((source, send[0]))
+    return partners

@@ -2,23 +2,21 @@
 
 A `ChunkPass` takes one micro-batch through the attention, dispatch, experts, combine and aggregate
 of a chunk's layers. `aggregate` of a layer and `attention` of the next share one autograd graph, a
-segment; the first embeds or takes the chunk's input, the last ends with the loss or the chunk's
-output. Graphs never cross a boundary: what enters a segment or `experts` is a leaf, what leaves it
-a root. So forward and backward of different micro-batches interleave as `overlap.py` declares.
+segment; the first embeds or takes the chunk's input, the last ends with the loss or the output.
+Graphs never cross a boundary: what enters a segment or `experts` is a leaf, what leaves it a root.
+So forward and backward of different micro-batches interleave as `overlap.py` declares.
 
-With recomputation a stage keeps its inputs, and its graph is built just before its backward. Those
-of `experts` are the rows that arrived, so no all-to-all is repeated; those of a segment its leaves
-and the first run's expert ids. The last segment keeps its graph: its fused loss has no logits to
-save.
+With recomputation a graph is built just before its backward: of `experts` from the rows that
+arrived, so no all-to-all is repeated, of a segment from its leaves and the first run's expert ids.
+The last segment keeps its graph: its fused loss has no logits to save.
 
 The gradients of loss and balance roots are 1 / (global target count); nothing is rescaled later.
 
-The trap: when a result is dropped is part of the list (`Operation.frees`), so but for rows kept for
+The trap: the list says when a result is dropped (`Operation.frees`), so but for rows kept for
 recomputation no tensor that communication made may be kept past it: `open_metadata` copies.
 """
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
@@ -51,49 +49,28 @@ from pith_engine.overlap import READS, Operation, OperationKind, Recompute, Stre
 
 @dataclass(kw_only=True)
 class Segment:
-    """What entered and left one segment's graph."""
+    """What entered and left a segment."""
 
     leaves: list[Tensor]
     """Combined and residual `[T, H]`; of segment 0 the chunk's input, if any."""
     roots: list[GradientEdge | None] = field(default_factory=list)
-    """Tokens, residual and, with routing, weights and balance; at the end output or loss. Edges
-    keep no value alive; None where no gradient goes."""
-    residual: Tensor | None = None
-    """`[T, H]`, until the next segment takes it."""
+    """Tokens, residual and, with routing, weights and balance; at the end output or loss. None
+    where no gradient goes; edges keep no value alive."""
     route: Route | None = None
-    """None for a dense layer and in the last segment."""
+    """None for a dense layer and at the end."""
     chosen: Tensor | None = None
-    """`Routing.chosen` of the first run."""
+    """By the first run's routing."""
     factors: Tensor | None = None
     """`load_factors` of the first run."""
 
 
-class Streams:
-    """The CUDA streams of `Stream`; on a CPU everything runs in program order."""
-
-    def __init__(self, device: torch.device):
-        self._device, self._comm = device, {}
-        if device.type == "cuda":
-            # Communication kernels are short and on the critical path.
-            for stream in (Stream.FORWARD_COMM, Stream.BACKWARD_COMM):
-                self._comm[stream] = torch.cuda.Stream(device, priority=-1)
-
-    @contextmanager
-    def launch(
-        self, stream: Stream, waits: list[torch.cuda.Event], done: list[torch.cuda.Event]
-    ) -> Generator[None]:
-        """Run the body on `stream` after the events `waits`; append its event to `done`."""
-        if self._device.type != "cuda":
-            yield
-            return
-        cuda_stream = self._comm.get(stream, torch.cuda.current_stream(self._device))
-        for event in waits:
-            cuda_stream.wait_event(event)
-        with torch.cuda.stream(cuda_stream):
-            yield
-        event = torch.cuda.Event()
-        event.record(cuda_stream)
-        done.append(event)
+def communication_streams(device: torch.device) -> dict[Stream, torch.cuda.Stream]:
+    """The CUDA streams but COMPUTE; none on a CPU, which runs in program order."""
+    if device.type != "cuda":
+        return {}
+    # Communication kernels are short and on the critical path.
+    kinds = (Stream.FORWARD_COMM, Stream.BACKWARD_COMM)
+    return {kind: torch.cuda.Stream(device, priority=-1) for kind in kinds}
 
 
 @dataclass(eq=False)
@@ -104,8 +81,6 @@ class ChunkPass:
     batch: Batch
     mesh: Mesh
     _: KW_ONLY
-    place: tuple[int, int]
-    """Chunk, micro-batch."""
     hidden: Tensor | None
     """The chunk's input `[T, H]`; None for the first chunk."""
     balance: BalanceConfig
@@ -120,62 +95,70 @@ class ChunkPass:
         self.layers, self.layer_numbers = list(numbered.values()), list(numbered)
         self.segments: dict[int, Segment] = {}
         self.expert_calls: dict[int, tuple[Tensor, Tensor, Arrival | None]] = {}
-        """Leaf, root and order (None: dense) of a layer's experts."""
+        """Of experts: leaf, root, order (None: dense)."""
         self.kept_rows: dict[int, tuple[Tensor, Arrival | None]] = {}
-        """What arrived at experts to be recomputed."""
+        """What arrived, for recomputation."""
         self.weight_grads = WeightGradQueue()
         self.expert_counts: list[Tensor] = []
-        self.auxiliary_sums = self.batch.tokens.new_zeros(2, dtype=torch.float64)
-        """Balance loss and z-loss."""
-        self.loss_sum = self.batch.tokens.new_zeros((), dtype=torch.float64)
+        self.sums = self.batch.tokens.new_zeros(3, dtype=torch.float64)
+        """Loss, balance loss, z-loss."""
+        self.residual: Tensor | None = None
+        """`[T, H]`, until the next segment takes it."""
         self.output: Tensor | None = None
         self.output_grad: Tensor | None = None
-        """That of the residual, for the next backward segment."""
+        """Or of the residual, for the next backward segment."""
         self.input_grad: Tensor | None = None
 
     def forward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Aggregate of layer index - 1, attention of layer index; rows to dispatch."""
-        segment = self.segments[index] = Segment(leaves=self._segment_leaves(index, arrived))
+        """Aggregate below, attention of layer `index`; rows to dispatch."""
+        values = [] if self.hidden is None else [self.hidden]
+        if index > 0:
+            below, combined = self.segments[index - 1], arrived[0]
+            if below.route is not None:
+                combined = sum_ranks(combined, below.route.plan)
+            assert self.residual is not None, "the segment below has run, and only once"
+            values, self.residual = [combined, self.residual], None
+            if self.loss_scale is None:
+                del self.segments[index - 1]
+        leaves = [value.detach().requires_grad_(self.loss_scale is not None) for value in values]
+        segment = self.segments[index] = Segment(leaves=leaves)
         if index == len(self.layers):
-            root = hidden = self._enter(index, segment.leaves)
+            root = self._enter(index, leaves)
             if self.chunk.is_last:
-                root = self.chunk.loss(hidden, self.batch)
-                self.loss_sum += root.detach()
+                root = self.chunk.loss(root, self.batch)
+                self.sums[0] += root.detach()
             else:
-                self.output = hidden.detach()
+                self.output = root.detach()
             segment.roots = [_edge(root)]
             return ()
         is_kept = self.loss_scale is not None and self.recompute != "attention+experts"
         with torch.set_grad_enabled(is_kept):
-            tokens, segment.residual, routing = self._run_segment(index, segment)
+            tokens, self.residual, routing = self._run_segment(index, segment)
             if routing is None:
                 return (tokens.detach(),)
             segment.chosen = routing.chosen
-            num_experts = self.layers[index].num_local_experts
+            num_experts, method = self.layers[index].num_local_experts, self.balance.method
             route = segment.route = route_tokens(routing, num_experts, self.mesh.ep)
             # After the host has waited for the counts, not before.
-            method = self.balance.method
             counts = count_choices(routing, self.batch, method)
             self.expert_counts.append(counts.sum(0))
             if self.loss_scale is not None:
                 previous = self.previous_counts.get(self.layer_numbers[index])
                 segment.factors = load_factors(method, counts, previous, self.mesh.cp)
-                self.auxiliary_sums += self._add_balance(segment, routing)
+                self.sums[1:] += self._add_balance(segment, routing)
         return pack_tokens(tokens, route), pack_metadata(routing, route)
 
-    def exchange(
-        self, operation: Operation, rows: tuple[Tensor, ...], *, back: bool
-    ) -> tuple[Tensor, ...]:
-        """All-to-all to a layer's experts or back; the rows of a dense layer stay."""
-        route = self.segments[operation.index].route
+    def exchange(self, operation: Operation, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """All-to-all to experts or back; the rows of a dense layer stay."""
+        kind, route = operation.kind, self.segments[operation.index].route
         if route is None:
             return rows
-        axis = self.mesh.ep if operation.kind.is_forward else self.mesh.ep_backward
-        sizes = (route.received, route.sent) if back else (route.sent, route.received)
-        return tuple(exchange_rows(row, *sizes, axis) for row in rows)
+        back = kind in (OperationKind.FORWARD_COMBINE, OperationKind.BACKWARD_DISPATCH)
+        axis = self.mesh.ep if kind.is_forward else self.mesh.ep_backward
+        return tuple(exchange_rows(row, route, axis, back=back) for row in rows)
 
     def forward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run a layer's experts; one partial sum for each row that arrived."""
+        """One partial sum for each row that arrived."""
         route = self.segments[index].route
         arrival = None if route is None else open_metadata(received[1], route)
         is_kept = self.loss_scale is not None and self.recompute == "none"
@@ -188,7 +171,7 @@ class ChunkPass:
         outputs = call[1].detach()
         if arrival is None:
             return (outputs,)
-        return (weighted_partial_sums(outputs, arrival.weights, arrival.plan),)
+        return (weighted_partial_sums(outputs, *arrival),)
 
     def recompute_segment(self, index: int) -> None:
         """Build the graph of an inner segment."""
@@ -198,21 +181,19 @@ class ChunkPass:
             self._add_balance(segment, routing)
 
     def recompute_experts(self, index: int) -> None:
-        """Build the graph of experts from the rows kept for it."""
+        """Build the graph of experts."""
         self.expert_calls[index] = self._run_experts(index, *self.kept_rows.pop(index))
 
     def backward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Backward of a segment; gradient rows of the layer below it."""
+        """Gradient rows of the layer below the segment."""
         segment = self.segments.pop(index)
         assert self.loss_scale is not None, "a pass without a graph has no backward"
-        if index == len(self.layers):
-            gradients = [self.loss_scale if self.output_grad is None else self.output_grad]
-        else:
-            combined, *weights = arrived
-            if segment.route is not None:
-                combined = sum_ranks(combined, segment.route.plan)
-                weights = [sum_rank_weights(weights[0], segment.route.plan)]
-            gradients = [combined, self.output_grad, *weights]
+        if segment.route is not None:
+            plan = segment.route.plan
+            arrived = sum_ranks(arrived[0], plan), sum_rank_weights(arrived[1], plan)
+        above = [] if self.output_grad is None else [self.output_grad]
+        # In the order of the roots, of which loss and balance come last.
+        gradients = [*arrived[:1], *above, *arrived[1:]]
         gradients += [self.loss_scale] * (len(segment.roots) - len(gradients))
         pairs = zip(segment.roots, gradients, strict=True)
         roots, gradients = zip(*[pair for pair in pairs if pair[0] is not None], strict=True)
@@ -226,28 +207,14 @@ class ChunkPass:
         return (grads[0] if route is None else pack_tokens(grads[0], route),)
 
     def backward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Input gradients of the experts; weight gradients go to `weight_grads`."""
+        """Input gradients; those of weights go to `weight_grads`."""
         leaf, root, arrival = self.expert_calls.pop(index)
         if arrival is None:
             torch.autograd.backward([root], [received[0]])
             return (_gradient(leaf),)
-        outputs_grad, weights_grad = weighted_partial_sums_backward(
-            received[0], root.detach(), arrival.weights, arrival.plan
-        )
-        torch.autograd.backward([root], [outputs_grad])
-        return sum_pairs(_gradient(leaf), arrival.plan), weights_grad
-
-    def _segment_leaves(self, index: int, arrived: tuple[Tensor, ...]) -> list[Tensor]:
-        values = [] if self.hidden is None else [self.hidden]
-        if index > 0:
-            below, combined = self.segments[index - 1], arrived[0]
-            if below.route is not None:
-                combined = sum_ranks(combined, below.route.plan)
-            assert below.residual is not None, "the segment below has run, and only once"
-            values, below.residual = [combined, below.residual], None
-            if self.loss_scale is None:
-                del self.segments[index - 1]
-        return [value.detach().requires_grad_(self.loss_scale is not None) for value in values]
+        grads = weighted_partial_sums_backward(received[0], root.detach(), *arrival)
+        torch.autograd.backward([root], grads[:1])
+        return sum_pairs(_gradient(leaf), arrival[1]), grads[1]
 
     def _enter(self, index: int, leaves: list[Tensor]) -> Tensor:
         if index > 0:
@@ -255,26 +222,27 @@ class ChunkPass:
         return leaves[0] if leaves else self.chunk.embed(self.batch)
 
     def _run_segment(self, index: int, segment: Segment) -> tuple[Tensor, Tensor, Routing | None]:
-        """From leaves to all roots but balance: tokens, residual, routing."""
+        """From leaves to all roots but balance."""
         hidden = self._enter(index, segment.leaves)
-        found = self.layers[index].attention(hidden, self.batch, segment.chosen)
-        tokens, residual, routing = found
-        weights = [] if routing is None else [routing.weights]
-        segment.roots = [_edge(root) for root in (tokens, residual, *weights)]
+        *roots, routing = found = self.layers[index].attention(hidden, self.batch, segment.chosen)
+        roots += [] if routing is None else [routing.weights]
+        segment.roots = [_edge(root) for root in roots]
         return found
 
     def _run_experts(
         self, index: int, received: Tensor, arrival: Arrival | None
     ) -> tuple[Tensor, Tensor, Arrival | None]:
-        rows = received if arrival is None else gather_rows(received, arrival.plan)
+        rows, groups = received, None
+        if arrival is not None:
+            rows, groups = gather_rows(received, arrival[1]), arrival[1].groups
         leaf = rows.detach().requires_grad_(self.loss_scale is not None)
-        groups = None if arrival is None else arrival.plan.groups
         return leaf, self.layers[index].experts(leaf, groups, self.weight_grads), arrival
 
     def _add_balance(self, segment: Segment, routing: Routing) -> Tensor:
-        """Add the balance root, if any; its losses."""
+        """Add the balance root, if any; both losses."""
         root, losses = auxiliary_losses(self.balance, routing, self.batch, segment.factors)
-        segment.roots += [] if root is None else [_edge(root)]
+        if root is not None:
+            segment.roots.append(_edge(root))
         return losses
 
 
@@ -282,19 +250,25 @@ def run_operations(
     operations: Sequence[Operation],
     forward: ChunkPass | None,
     backward: ChunkPass | None,
-    streams: Streams,
+    streams: Mapping[Stream, torch.cuda.Stream],
 ) -> None:
-    """Execute a list of `interleave`."""
+    """Execute a list of `interleave` on `communication_streams` and the current one."""
     results: dict[Value, tuple[Tensor, ...]] = {}
-    done: list[torch.cuda.Event] = []
+    done = []
     for operation in operations:
         side = forward if operation.kind.is_forward else backward
         assert side is not None, f"{operation.kind} without a pass that it belongs to"
         arrived: tuple[Tensor, ...] = ()
         for source, offset in READS.get(operation.kind, ())[:1]:
             arrived = results.get((source, operation.index + offset), ())
-        waits = [done[position] for position in operation.waits] if done else []
-        with streams.launch(operation.stream, waits, done):
+        if streams:
+            stream = streams.get(operation.kind.stream) or torch.cuda.current_stream()
+            for position in operation.waits:
+                stream.wait_event(done[position])
+            with torch.cuda.stream(stream):
+                result = _run(side, operation, arrived)
+            done.append(stream.record_event())
+        else:
             result = _run(side, operation, arrived)
         results[operation.value] = result
         del arrived, result
@@ -308,12 +282,8 @@ def _run(side: ChunkPass, operation: Operation, arrived: tuple[Tensor, ...]) -> 
     match operation.kind:
         case OperationKind.FORWARD_SEGMENT:
             return side.forward_segment(index, arrived)
-        case OperationKind.FORWARD_DISPATCH | OperationKind.BACKWARD_COMBINE:
-            return side.exchange(operation, arrived, back=False)
         case OperationKind.FORWARD_EXPERTS:
             return side.forward_experts(index, arrived)
-        case OperationKind.FORWARD_COMBINE | OperationKind.BACKWARD_DISPATCH:
-            return side.exchange(operation, arrived, back=True)
         case OperationKind.BACKWARD_SEGMENT:
             return side.backward_segment(index, arrived)
         case OperationKind.BACKWARD_EXPERTS:
@@ -324,6 +294,8 @@ def _run(side: ChunkPass, operation: Operation, arrived: tuple[Tensor, ...]) -> 
             side.recompute_segment(index)
         case OperationKind.RECOMPUTE_EXPERTS:
             side.recompute_experts(index)
+        case _:
+            return side.exchange(operation, arrived)
     return ()
 
 

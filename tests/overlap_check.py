@@ -25,9 +25,6 @@ def check_operations(
     wrong = [_name(v) for v in {*values, *expected} if values.count(v) != expected.count(v)]
     if wrong:
         raise ValueError(f"missing, repeated or foreign operations: {sorted(wrong)}")
-    for operation, value in zip(operations, values, strict=True):
-        if operation.stream is not value[0].stream:
-            raise ValueError(f"{_name(value)} must run on the {value[0].stream.value} stream")
     before = _before(operations)
     users = output_users(values)
     for place, (value, readers) in enumerate(users.items()):
@@ -42,9 +39,9 @@ def _before(operations: tuple[Operation, ...]) -> list[set[int]]:
     before: list[set[int]] = []
     last: dict[Stream, int] = {}
     for place, operation in enumerate(operations):
-        stream = operation.stream
+        stream = operation.kind.stream
         for wait in operation.waits:
-            if not 0 <= wait < place or operations[wait].stream is stream:
+            if not 0 <= wait < place or operations[wait].kind.stream is stream:
                 raise ValueError(
                     f"operation {place} waits for position {wait}; allowed are earlier positions "
                     f"on other streams than {stream.value}"
@@ -74,7 +71,7 @@ def _check_frees(
         if place < max(uses):
             raise ValueError(f"{_name(value)} is freed at position {place}, before its last use")
         stream, after = value[0].stream, range(place + 1, len(operations))
-        later = next((p for p in after if operations[p].stream is stream), None)
+        later = next((p for p in after if operations[p].kind.stream is stream), None)
         for use in uses:
             if later is not None and use not in before[later]:
                 raise ValueError(
