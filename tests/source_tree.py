@@ -99,21 +99,9 @@ def code_lines(source: SourceFile) -> int:
     return len(lines)
 
 
-MEASURES_AND_PROOFS = (
-    "pith_ops.bench",
-    "pith_engine.plain",
-    "pith_engine.schedule_check",
-    "pith_engine.simulate",
-    "pith_apps.bench",
-    "pith_apps.ate_bench",
-    "pith_apps.parity",
-)
-"""Modules and packages that no training run can execute: nothing else imports them (a guard)."""
-
-
-def is_measure_or_proof(module: str) -> bool:
-    """Whether no training run can execute this module."""
-    return module.startswith(MEASURES_AND_PROOFS)
+def is_benchmark(source: SourceFile) -> bool:
+    """Whether the file belongs to the parts of pith_apps that no training run executes."""
+    return source.module.startswith(("pith_apps.bench", "pith_apps.ate_bench"))
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

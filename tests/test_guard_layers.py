@@ -8,14 +8,7 @@ import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from source_tree import (
-    PACKAGES,
-    ROOT,
-    SourceFile,
-    distribution_folder,
-    is_measure_or_proof,
-    source_files,
-)
+from source_tree import PACKAGES, ROOT, SourceFile, distribution_folder, source_files
 
 BIN = Path(sys.executable).parent
 
@@ -99,16 +92,6 @@ def test_schedules_and_costs_need_no_torch():
             parent = imported.rpartition(".")[0]
             pure = root in sys.stdlib_module_names or {imported, parent} & PURE_PYTHON
             assert pure, f"{modules[name].name} imports {imported}"
-
-
-def test_a_training_run_executes_no_measure_or_proof():
-    """They are counted apart, so nothing that is counted may need them."""
-    for source in source_files():
-        if is_measure_or_proof(source.module):
-            continue
-        bad = [name for name in imported_modules(source) if is_measure_or_proof(name)]
-        # The command line has verbs for them, each importing its own.
-        assert source.module == "pith_apps.cli" or not bad, f"{source.name} imports {bad}"
 
 
 def test_collectives_stand_in_one_file():
