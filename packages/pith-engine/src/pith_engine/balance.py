@@ -7,17 +7,15 @@ the normalised score of token t,
     L   = sum over i of f_i P_i
 
 which is 1 when the load is even, whatever the top-k (Hugging Face's value is k times this). A step
-adds the coefficient times the sum of L over layers, whose gradient goes through the scores alone.
-Methods differ in what c is counted over:
+adds the coefficient times the sum of L over layers; f has no gradient. Methods count c over:
 
     micro-batch   the sequences of one micro-batch       arXiv 2101.03961
     sequence      each sequence                          2412.19437
-    global-batch  the whole global batch, step before    2501.11873
+    global-batch  the global batch of the step before    2501.11873
     bias          no loss: `update_balance_biases`       2408.15664
 
-A global batch's own counts are not known at its first backward, hence the step before (even load at
-the first). The router z-loss (2202.08906), mean over counted tokens of logsumexp(logits)^2, goes
-with any method.
+A global batch's own counts are not known at its first backward; the first step takes even ones. Any
+method goes with the router z-loss (2202.08906), mean over counted tokens of logsumexp(logits)^2.
 
 The trap: no value may depend on how sequences fall into micro-batches or ranks, so these are sums,
 which the caller divides by the global count.
@@ -46,7 +44,7 @@ class BalanceConfig:
     method: BalanceMethod = "sequence"
     """Auxiliary loss over each `sequence`, the `global-batch` with the factors of the step before,
     or each `micro-batch`, which alone depends on its size. `bias`: no loss, a bias that only
-    selects, for families whose Hugging Face format has it. `none`: no balancing."""
+    selects, for families whose Hugging Face format has it."""
     coefficient: float = 1e-3
     """Weight of the auxiliary loss (at least 0); `none` and `bias` do not read it."""
     bias_rate: float = 1e-3
@@ -55,7 +53,7 @@ class BalanceConfig:
     """Weight of the router z-loss, with any method; 0 leaves it out."""
 
     def violations(self) -> list[str]:
-        """A line for each value that is not allowed."""
+        """What is out of range, a line each."""
         methods, numbers = get_args(BalanceMethod), "allowed are finite numbers"
         weight, rate, z_weight = self.coefficient, self.bias_rate, self.z_coefficient
         is_sound = {
@@ -83,13 +81,12 @@ def load_factors(
 
     `previous` `[N]`: the choices of the step before, None at the first.
     """
-    match method:
-        case "none" | "bias":
-            return None
-        case "global-batch":
-            counts = torch.ones_like(counts) if previous is None else previous[None]
-        case "micro-batch" | "sequence":
-            counts = all_reduce(counts.clone(), cp)
+    if method in ("none", "bias"):
+        return None
+    if method == "global-batch":
+        counts = torch.ones_like(counts) if previous is None else previous[None]
+    else:
+        counts = all_reduce(counts.clone(), cp)
     return counts.double() / counts.sum(1, keepdim=True).clamp(min=1) * counts.shape[1]
 
 
@@ -108,10 +105,7 @@ def router_z_loss(routing: Routing, batch: Batch) -> Tensor:
 def auxiliary_losses(
     config: BalanceConfig, routing: Routing, batch: Batch, factors: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """A layer's weighted sum of balance loss and z-loss, None when both are off.
-
-    And both unweighted, `[2]` float64 without gradient.
-    """
+    """Weighted sum of balance loss and z-loss (None: both off); both unweighted, `[2]` float64."""
     terms, values = [], routing.scores.new_zeros(2, dtype=torch.float64)
     if factors is not None:
         balance = balance_loss(routing, batch, factors)

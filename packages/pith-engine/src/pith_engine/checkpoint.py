@@ -2,16 +2,16 @@
 
 `step-00000100` is a folder in PyTorch's DCP format. Tensors have canonical names
 (`model.layers.3.q_proj`, `optimizer.exp_avg.layers.3.q_proj`) and global shapes; each rank writes
-its blocks at their offsets, so any mesh reads what any other wrote. To save:
+its blocks at their offsets, so any mesh reads them. To save:
 
     1. rank 0 deletes what killed saves left and makes an empty `step-00000100.tmp`
-    2. every rank writes its blocks (rank 0 also `.metadata`) and hashes its files
-    3. rank 0 writes `manifest.json`: names, sizes, hashes, and the run's facts
-    4. rank 0 renames the folder to `step-00000100`
+    2. every rank writes its blocks, rank 0 also `.metadata`, and hashes its files
+    3. rank 0 writes `manifest.json`, a `Manifest`
+    4. rank 0 takes `.tmp` off the folder's name
 
 It is complete when every file of the manifest has its size; a load compares hashes (1.3 s a GB on
-one core). Planners of our own, as a share of a part (gate and up are one tensor) is no DTensor
-placement. The trap: DCP does not check that a load covers every element; `_read_blocks` does.
+one core). No DTensor placement is a share of a part (gate and up are one tensor), hence our
+planners. The trap: DCP does not check that a load covers every element; `_read_blocks` does.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ def save_checkpoint(
     run: Mapping[str, Any],
     mesh: Mesh,
 ) -> Path:
-    """All ranks save weights, moments and `run` (rank 0's) as `folder/step-<step>`, returned.
+    """All ranks save weights, moments and rank 0's `run` as `folder/step-<step>`, returned.
 
     Earlier ones survive any failure: a CheckpointException on every rank, or rank 0's OSError.
     """
@@ -96,7 +96,7 @@ def write_checkpoint(
     mesh: Mesh,
     read: Callable[[str], Tensor] | None = None,
 ) -> Path:
-    """Save blocks by key, on all ranks. An import has meta blocks, each read when it is written."""
+    """Save blocks by key. An import has meta blocks, each read when it is written."""
     final, rank = folder / f"step-{step:08d}", mesh.world.rank
     temporary = final.with_suffix(".tmp")
     # 1.
@@ -105,8 +105,7 @@ def write_checkpoint(
             shutil.rmtree(left)
         temporary.mkdir(parents=True)
     barrier(mesh.world)
-    # 2. In files `__<rank>_*`. DCP keeps a file's tensors until it is closed: those that are read
-    # one by one get a file each.
+    # 2. DCP keeps a file's tensors until it is closed: those read one by one get a file each.
     writer = FileSystemWriter(temporary, single_file_per_rank=read is None, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
@@ -119,7 +118,7 @@ def write_checkpoint(
         )
     mine = [*temporary.glob(f"__{rank}_*"), *([temporary / ".metadata"] if rank == 0 else [])]
     records = gather_objects({path.name: _record(path) for path in sorted(mine)}, mesh.world)
-    # 3. and 4. The manifest last, then the name.
+    # 3. and 4.
     if rank == 0:
         manifest = Manifest(
             step=step,
@@ -190,7 +189,7 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
 def load_checkpoint(
     path: Path, parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None, mesh: Mesh
 ) -> Manifest:
-    """Load weights and an optimizer's state on all ranks; ValueError for damage or a misfit."""
+    """Load on all ranks; ValueError for damage or a misfit."""
     manifest = verify_checkpoint(path, mesh)
     if optimizer is not None and not manifest.has_optimizer:
         raise ValueError(f"checkpoint {path} holds no optimizer state: start a run from it")
@@ -204,8 +203,8 @@ def load_checkpoint(
 
 def tensor_names(path: Path) -> list[str]:
     """Sorted names of the model's tensors, without `model.`."""
-    keys = sorted(FileSystemReader(path).read_metadata().state_dict_metadata)
-    return [key.removeprefix("model.") for key in keys if key.startswith("model.")]
+    keys = FileSystemReader(path).read_metadata().state_dict_metadata
+    return sorted(key.removeprefix("model.") for key in keys if key.startswith("model."))
 
 
 def read_tensor(path: Path, key: str) -> Tensor:
@@ -216,8 +215,8 @@ def read_tensor(path: Path, key: str) -> Tensor:
     if not isinstance(stored, TensorStorageMetadata):
         raise ValueError(f"checkpoint {path} has no tensor {key}")
     tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-    shape, offsets = tuple(stored.size), (0,) * tensor.dim()
-    block = CanonicalBlock(name=key, tensor=tensor, global_shape=shape, offsets=offsets)
+    origin = (0,) * tensor.dim()
+    block = CanonicalBlock(name=key, tensor=tensor, global_shape=tensor.shape, offsets=origin)
     _read_blocks(reader, metadata, {key: block})
     return tensor
 
@@ -232,7 +231,6 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 def _read_blocks(
     reader: FileSystemReader, metadata: Metadata, blocks: Mapping[str, CanonicalBlock]
 ) -> None:
-    """Check all blocks, then fill them."""
     items, faults = [], []
     for key, block in blocks.items():
         stored, shape = metadata.state_dict_metadata.get(key), block.global_shape
@@ -254,7 +252,7 @@ def _read_blocks(
 
 
 class _BlockSavePlanner(DefaultSavePlanner):
-    """Saves blocks; DCP's state dict stays empty."""
+    """DCP's state dict stays empty."""
 
     def __init__(
         self, blocks: Mapping[str, CanonicalBlock], read: Callable[[str], Tensor] | None

@@ -2,16 +2,17 @@
 
 A unit (embedding, head with the final norm, a layer's dense part, a layer's experts) owns
 
-    shards      master dtype: this rank's block of every parameter
-    full        what layers read: compute dtype, or master dtype where the role says
-    full_grads  master dtype: what autograd and deferred weight gradients add into
-    grads       master dtype: the gradient of `shards`
+    shards      this rank's block of every parameter
+    full        what layers read, in compute dtype unless `Role.keeps_fp32`
+    full_grads  what autograd and deferred weight gradients add into
+    grads       the gradient of `shards`
 
     gather()    full <- all ranks' shards, full_grads <- 0
     reduce()    grads <- sum over ranks of full_grads, then over replicas (HSDP)
 
-each in one collective. A block is what `torch.chunk` gives along dim 0 (6 rows on 4 ranks are 2, 2,
-2, 0), or along the last dim when dim 0 has fewer rows than ranks.
+each in one collective. All but `full` are in master dtype (`accumulation_dtype`). A block is what
+`torch.chunk` gives along dim 0 (6 rows on 4 ranks are 2, 2, 2, 0), or along the last dim when dim 0
+has fewer rows than ranks.
 
 torch's `fully_shard` is driven by private members, cannot sum on gloo, and loses late weight
 gradients. The trap: `parameter.grad` must stay a view of `full_grads` (no `zero_grad`).
@@ -98,7 +99,6 @@ class Unit:
         device: torch.device,
         sharding: ShardingConfig = ShardingConfig(),
     ):
-        """`declared` by stored name; master dtype: `accumulation_dtype`."""
         self.name = name
         master = accumulation_dtype(compute_dtype)
         is_expert = any(declaration.role.is_expert for declaration in declared.values())
@@ -144,7 +144,7 @@ class Unit:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Open a step: fill `full`, zero the gradients."""
+        """Open a step."""
         self._full_grads.zero_()
         if self._axis.size == 1:
             for parameter in self.parameters:
@@ -163,7 +163,7 @@ class Unit:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Close a step: sum the gradients into every `grad`."""
+        """Close a step."""
         for slot, parameter in zip(self._slots, self.parameters, strict=True):
             grad, start = parameter.full.grad, self._full_grads[slot.grad_start :]
             if grad is None or grad.data_ptr() != start.data_ptr():
@@ -180,7 +180,7 @@ class Unit:
 
 
 def shard_axes(mesh: Mesh, sharding: ShardingConfig, *, is_expert: bool) -> tuple[Axis, Axis]:
-    """What shards and what replicates parameters."""
+    """Axes of shards and of replicas."""
     whole, part = (mesh.expert_data, mesh.cp) if is_expert else (mesh.data, mesh.dense_shards)
     if sharding.replicate_experts if is_expert else sharding.replicate_dense:
         return part, mesh.dp
@@ -195,7 +195,7 @@ def shard_chunks(
     compute_dtype: torch.dtype,
     device: torch.device,
 ) -> list[Unit]:
-    """Replace the declared parameters of this rank's chunks by those of units.
+    """Replace declared parameters by those of units.
 
     One of several names (tied embeddings) has its first; its gradient sums all uses.
     """
@@ -254,7 +254,7 @@ def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Te
 
 
 def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Start and stop of a rank's share of `size`, as in `torch.chunk`."""
+    """Start and stop of a rank's share, as in `torch.chunk`."""
     share = -(-size // num_ranks)
     return min(rank * share, size), min((rank + 1) * share, size)
 

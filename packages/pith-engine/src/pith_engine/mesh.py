@@ -217,12 +217,11 @@ def mesh_violations(
 def feasible_meshes(
     world_size: int, num_experts: int, num_layers: int, num_micro_batches: int, sequence_length: int
 ) -> list[MeshConfig]:
-    """All meshes of `world_size` that can train the model."""
+    """All meshes that can train the model."""
     facts = world_size, num_experts, num_layers, num_micro_batches, sequence_length
     sizes = product(_divisors(world_size), repeat=4)
     meshes = [MeshConfig(pp=pp, dp=dp, cp=cp, ep=ep) for pp, cp, ep, dp in sizes]
-    fitting = [mesh for mesh in meshes if mesh.world_size == world_size]
-    return [mesh for mesh in fitting if not mesh_violations(mesh, *facts)]
+    return [m for m in meshes if m.world_size == world_size and not mesh_violations(m, *facts)]
 
 
 def expert_violations(num_experts: int, ep: int) -> list[str]:

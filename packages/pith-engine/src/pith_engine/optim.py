@@ -5,8 +5,8 @@ AdamW (Loshchilov and Hutter, arXiv 1711.05101), where weight decay wd acts if `
     m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
     w <- w - lr * wd * w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-It is elementwise: a mesh changes nothing. torch's fused kernel is a function here, as checkpoints
-need moments by name before the first step.
+It is elementwise: a mesh changes nothing. torch's class has no moments before its first step, which
+checkpoints need: its kernel is called here.
 
 Muon (Jordan, kellerjordan.github.io/posts/muon), for a matrix w [R, C] and mu = `momentum`:
 
@@ -51,7 +51,7 @@ NUM_ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 """Least divisor of u (Jordan)."""
 UPDATE_RMS = 0.2
-"""RMS of AdamW's updates in training (arXiv 2502.16982, section 2.2)."""
+"""Of AdamW in training (arXiv 2502.16982, section 2.2)."""
 CHUNK_ELEMENTS = 2**25
 """That a rank owns at a time: 64 MiB in bf16, enough to hide launches."""
 
@@ -63,7 +63,7 @@ class OptimizerConfig:
     method: Literal["adamw", "muon"] = "adamw"
     """`muon`: Muon for matrices, AdamW for embedding, head, router, norms and biases."""
     momentum: float | None = None
-    """Muon's momentum, from 0 to below 1 (default 0.95); muon only."""
+    """From 0 to below 1 (default 0.95); muon only."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay of the two moments."""
     eps: float = 1e-8
@@ -255,7 +255,7 @@ class Muon:
             block.copy_(view)
         for stack in stacks:
             stack.copy_(orthogonalise(stack))
-        # 3. The same way back.
+        # 3.
         for block, view in zip(blocks, incoming, strict=True):
             view.copy_(block)
         all_to_all(sent, received, sent_sizes, received_sizes, axis)
@@ -278,7 +278,6 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Parts of a flat buffer, shaped like the tensors."""
     parts = buffer.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 

@@ -48,7 +48,7 @@ def partition_violations(layers: tuple[int, ...], pp: int, num_layers: int) -> l
 def describe_partition(
     layers: tuple[int, ...], layer_costs: tuple[float, ...], head_cost: float
 ) -> str:
-    """A table of every rank's chunks and their costs, and the imbalance."""
+    """A table of every rank's chunks and costs, and the imbalance."""
     sums, ends, pp = _cost_sums(layer_costs, head_cost), (0, *accumulate(layers)), len(layers) // 2
     loads = _rank_costs(sums, layers)
     lines = ["rank  chunk  layers     cost share  |  chunk  layers     cost share  |  rank share"]

@@ -36,9 +36,9 @@ class LaunchInfo:
     ranks_per_node: int = 1
     """Processes on it."""
     has_own_gpu: bool = False
-    """Whether each process is shown one GPU."""
+    """Each process is shown one GPU."""
     init_method: str | None = None
-    """URL where peers meet, if there are any."""
+    """URL where peers meet, if any."""
 
 
 def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
@@ -103,7 +103,7 @@ def start_process_group(device_type: str, timeout: timedelta) -> torch.device:
 
 
 def stop_process_group() -> None:
-    """Leave all groups, if there are any."""
+    """Leave all groups, if any."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
@@ -128,7 +128,7 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
 
 @contextmanager
 def fail_fast(rank: int) -> Generator[None, None, None]:
-    """End the process at once, with code 1 (130 for Ctrl-C), when the body raises."""
+    """Exit with code 1 (130 for Ctrl-C) when the body raises."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -144,11 +144,7 @@ def fail_fast(rank: int) -> Generator[None, None, None]:
 
 
 def _report(error: BaseException) -> str:
-    """Where it was raised, in one line, then the whole traceback.
-
-    That is our innermost frame outside watchers of operations and `pith_ops`, whose callers chose
-    the operands.
-    """
+    """The place in one line (no `pith_ops`: its callers chose the operands), then the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if frame.name != "__torch_function__"]
     ours = [frame for frame in frames if Path(frame.filename).parent.name.startswith("pith_")]
@@ -159,7 +155,7 @@ def _report(error: BaseException) -> str:
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
-    """Reduce a contiguous tensor in place, and return it."""
+    """Reduce a contiguous tensor in place; returns it."""
     if axis.size > 1:
         operation = distributed.ReduceOp.SUM if op == "sum" else distributed.ReduceOp.MAX
         distributed.all_reduce(tensor, operation, group=_group(axis))
@@ -181,7 +177,7 @@ def reduce_scatter(output: Tensor, input: Tensor, axis: Axis) -> None:
     elif input.is_cuda:
         distributed.reduce_scatter_tensor(output, input, group=_group(axis))
     else:
-        # Added in rank order, so that a sum does not depend on which peer answers first.
+        # In rank order: a sum must not depend on which peer answers first.
         blocks = torch.empty_like(input)
         distributed.all_to_all_single(blocks, input, group=_group(axis))
         first, *others = blocks.view(axis.size, -1).unbind()
@@ -247,7 +243,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 
 
 def barrier(axis: Axis) -> None:
-    """Wait on the host, not on a GPU stream, until every rank of the axis is here."""
+    """Wait on the host until every rank is here."""
     all_reduce(torch.zeros(1), axis)
 
 
