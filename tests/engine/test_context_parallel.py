@@ -204,7 +204,7 @@ def travelled_bytes(backward):
     inputs = (draw(rows, 4, 7, seed=0), draw(rows, 8, seed=1), draw(rows, 2, seed=2))
     inputs = [x.bfloat16().requires_grad_() for x in (*inputs, draw(32, 8, seed=3))]
     with patch("pith_engine.context_parallel.exchange", counted):
-        out = latent_attention(*inputs, batch, cp, backend=REFERENCE)
+        out = latent_attention(*inputs, batch, cp, scale=0.4, backend=REFERENCE)
         if backward:
             sent.clear()
             out.backward(torch.ones_like(out))

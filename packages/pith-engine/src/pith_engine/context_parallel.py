@@ -1,16 +1,16 @@
 """Context parallelism: the ranks of the cp axis share every sequence.
 
-Zigzag: of `2 * cp` blocks of a sequence rank r holds r and `2 * cp - 1 - r`, one early and one
-late, so that causal attention costs every rank the same.
+Zigzag: of `2 * cp` blocks of a sequence rank r holds an early one, r, and a late one,
+`2 * cp - 1 - r`, so that causal attention costs all ranks the same.
 
-Ring (Liu et al., arXiv 2310.01889): keys and values go round, rank r meets those of rank j at
+Ring (Liu et al., arXiv 2310.01889): keys and values go round; those of rank j are seen by rank r
 
-    j = r   its own two blocks, causally
-    j < r   both its blocks see the first block of j, in full
-    j > r   its late block sees both blocks of j, in full
+    j = r   causally
+    j < r   only the early block, in full
+    j > r   only by the late block, in full
 
-and merges the parts by their LSE, while the next hop is under way. The backward makes the same
-round with the merged output and LSE; gradients, in fp32 or wider, follow one hop behind. In latent
+and the parts are merged by LSE while the next hop is under way. The backward makes the same round
+with the merged output and LSE; gradients, in fp32 or wider, follow one hop behind. In latent
 attention (MLA, DeepSeek-V2, arXiv 2405.04434) the latent and the heads' common rotary key travel
 instead, and are expanded again in the backward.
 
@@ -48,10 +48,7 @@ from pith_engine.runtime import Exchange, exchange
 
 
 def shard_batch(batch: Batch, cp: Axis) -> Batch:
-    """This rank's two blocks of every sequence, of a length that `2 * cp` must divide.
-
-    Documents stay offsets into the whole.
-    """
+    """This rank's two blocks of every sequence, of a length that `2 * cp` must divide."""
     if cp.size == 1:
         return batch
     length, num_blocks = batch.sequence_length, 2 * cp.size
@@ -85,7 +82,8 @@ def context_attention(
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, key, value = (x.unflatten(0, sequences) for x in (query, key, value))
-    call = _Call(query, batch, cp, scale, window, backend)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    call = _Call(batch, cp, window, scale=scale, backend=backend)
     if cp.size == 1:
         _, _, visibility = call.meeting(0)
         out, _ = attention(query, key, value, sinks=sinks, visibility=visibility, **call.settings)
@@ -113,7 +111,7 @@ def latent_attention(
     batch: Batch,
     cp: Axis,
     *,
-    scale: float | None = None,
+    scale: float,
     backend: AttentionBackend,
 ) -> Tensor:
     """As `context_attention`, with keys and values expanded from a latent.
@@ -122,30 +120,20 @@ def latent_attention(
     """
     sequences = (batch.num_sequences, batch.sequence_length)
     query, latent, rotary_key = (x.unflatten(0, sequences) for x in (query, latent, rotary_key))
-    call = _Call(query, batch, cp, scale, None, backend)
+    call = _Call(batch, cp, None, scale=scale, backend=backend)
     return _Ring.apply(query, latent, rotary_key, kv_b, None, call).flatten(0, 1)
 
 
 class _Call:
     """One attention; spans, length and offsets are those of unsharded sequences."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        batch: Batch,
-        cp: Axis,
-        scale: float | None,
-        window: int | None,
-        backend: AttentionBackend,
-    ):
-        self.cp, self.window = cp, window or None
+    def __init__(self, batch: Batch, cp: Axis, window: int | None, **settings: Any):
+        self.cp, self.window, self.settings = cp, window or None, settings
         self.length = batch.sequence_length * cp.size
         self.block = batch.sequence_length // 2
         self.offsets = batch.documents  # and of sequences
         if self.offsets is not None:
             self.offsets = sequence_offsets(self.offsets, batch.num_sequences, self.length)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        self.settings: dict[str, Any] = {"scale": scale, "backend": backend}
 
     def spans(self, rank: int) -> list[range]:
         starts = [block * self.block for block in _blocks_of(rank, self.cp)]

@@ -1,9 +1,8 @@
 """What a model must offer to the engine, whichever model it is.
 
-What is particular to a model family is in the methods of its `DecoderLayer` and `ModelChunk`. The
-engine owns dispatch, combine and everything that touches a routing weight. A dense layer has no
-routing, and its `experts` gets `groups=None` and the tokens as they are. `attention` also computes
-shared experts, folded into `residual`.
+The engine owns dispatch, combine and everything that touches a routing weight. A dense layer has no
+routing, and its `experts` gets `groups=None`. `attention` also computes shared experts, folded into
+`residual`.
 
 T tokens of a micro-batch on a rank, P (token, expert) pairs received, D documents; H hidden size, K
 top-k, N router pool.
@@ -157,10 +156,6 @@ class DecoderLayer(Protocol):
 
 class ModelChunk(nn.Module):
     """Consecutive layers, the embedding if first, the head if last."""
-
-    layers: nn.ModuleDict
-    is_first: bool
-    is_last: bool
 
     def __init__(self, *, is_first: bool, is_last: bool):
         super().__init__()

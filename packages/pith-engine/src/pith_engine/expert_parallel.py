@@ -57,13 +57,12 @@ def route_tokens(routing: Routing, num_local_experts: int, axis: Axis) -> Route:
     received_counts = torch.empty_like(counts)
     ones = [1] * axis.size
     all_to_all(received_counts, counts, ones, ones, axis)
-    sent, received = torch.stack([counts, received_counts]).tolist()
-    num_rows = sum(row[0] for row in sent)
+    sent, received = torch.stack([counts, received_counts]).mT.tolist()
     return Route(
-        plan=plan_dispatch(routing.expert_ids, num_experts, axis.size, num_rows),
-        sent=[row[0] for row in sent],
-        received=[row[0] for row in received],
-        expert_sizes=[sum(column) for column in zip(*(row[1:] for row in received), strict=True)],
+        plan=plan_dispatch(routing.expert_ids, num_experts, axis.size, sum(sent[0])),
+        sent=sent[0],
+        received=received[0],
+        expert_sizes=[sum(sizes) for sizes in received[1:]],
     )
 
 

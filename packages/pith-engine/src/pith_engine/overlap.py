@@ -7,7 +7,7 @@ with l = i and j = num_backward_layers - 1 - i:
 
     1. F COMBINE l-1     runs under 2
     2. B SEGMENT j+1     after its recomputation, if any
-    3. B COMBINE j       runs under 4, and under RECOMPUTE EXPERTS j
+    3. B COMBINE j       runs under 4 and RECOMPUTE EXPERTS j
     4. F SEGMENT l       waits for 1
     5. B EXPERTS j       waits for 3
     6. F DISPATCH l      runs under 5 and 8
@@ -15,7 +15,7 @@ with l = i and j = num_backward_layers - 1 - i:
     8. B WEIGHT j
     9. F EXPERTS l       waits for 6
 
-1 stands before 2: behind the many launches of a segment it would start late and run exposed. 4 ends
+1 stands before 2: behind a segment's many launches it would start late and run exposed. 4 ends
 with the host reading counts. All ranks of an ep axis run one list, so collectives meet in order.
 
 The trap is memory: what the host drops goes back to the pool of the stream it was made on, which
@@ -174,7 +174,7 @@ def host_order(
         # The last segment has no layer, and is not recomputed.
         if kind in (OperationKind.FORWARD_SEGMENT, OperationKind.BACKWARD_SEGMENT):
             num += 1
-        if 0 <= index < num and not left_out.get(kind, False):
+        if 0 <= index < num and not left_out.get(kind):
             order.append((kind, index))
     return order
 

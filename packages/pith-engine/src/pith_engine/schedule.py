@@ -72,9 +72,9 @@ class Slot:
     actions: tuple[Action, ...]
     """One, or a forward and a backward that overlap."""
     receives: tuple[Transfer, ...] = ()
-    """Issued before the actions, which wait for them."""
+    """Waited for before the actions."""
     sends: tuple[Transfer, ...] = ()
-    """Issued with the receives of the next slot."""
+    """Issued before the next slot."""
 
 
 ScheduleTable = tuple[tuple[Slot, ...], ...]
@@ -177,7 +177,6 @@ def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[tuple
 
 
 def _with_transfers(rows: Sequence[Sequence[tuple[Action, ...]]]) -> ScheduleTable:
-    """Send every output at once; receive it where nobody waits."""
     pp = len(rows)
     slots = {(rank, k): actions for rank, row in enumerate(rows) for k, actions in enumerate(row)}
     makers = {made: place for place, actions in slots.items() for made in made_outputs(actions, pp)}

@@ -17,10 +17,7 @@ from pith_engine.simulate import simulate, unit_schedule_costs
 def check_schedule(
     table: ScheduleTable, num_micro_batches: int, *, has_backward: bool = True
 ) -> None:
-    """Prove that a table computes and transfers everything once, in order, without deadlock.
-
-    And that no rank holds more than `2 * pp + 1` activations; else a ValueError.
-    """
+    """Prove this, no deadlock, and at most `2 * pp + 1` activations a rank; else a ValueError."""
     pp = len(table)
     for rank, row in enumerate(table):
         _check_compute(rank, row, pp, num_micro_batches, num_micro_batches * has_backward)

@@ -4,16 +4,16 @@ A `ChunkPass` takes one micro-batch through the attention, dispatch, experts, co
 of a chunk's layers. `aggregate` of a layer and `attention` of the next share one autograd graph, a
 segment; the first embeds or takes the chunk's input, the last ends with the loss or the output.
 Graphs never cross a boundary: what enters a segment or `experts` is a leaf, what leaves it a root.
-So forward and backward of different micro-batches interleave as `overlap.py` declares.
+So micro-batches interleave as `overlap.py` declares.
 
 With recomputation a graph is built just before its backward: of `experts` from the rows that
 arrived, so no all-to-all is repeated, of a segment from its leaves and the first run's expert ids.
 The last segment keeps its graph: its fused loss has no logits to save.
 
-The gradients of loss and balance roots are 1 / (global target count); nothing is rescaled later.
+Loss and balance roots get the gradient `loss_scale`; nothing is rescaled later.
 
 The trap: the list says when a result is dropped (`Operation.frees`), so but for rows kept for
-recomputation no tensor that communication made may be kept past it: `open_metadata` copies.
+recomputation no tensor that communication made may be kept past it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -266,12 +266,11 @@ def run_operations(
             for position in operation.waits:
                 stream.wait_event(done[position])
             with torch.cuda.stream(stream):
-                result = _run(side, operation, arrived)
+                results[operation.value] = _run(side, operation, arrived)
             done.append(stream.record_event())
         else:
-            result = _run(side, operation, arrived)
-        results[operation.value] = result
-        del arrived, result
+            results[operation.value] = _run(side, operation, arrived)
+        del arrived
         for value in operation.frees:
             del results[value]
     assert not any(results.values()), f"results that no operation took: {list(results)}"
