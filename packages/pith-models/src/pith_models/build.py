@@ -18,7 +18,7 @@ from pith_models.chunk import DecoderChunk
 from pith_models.deepseek import DeepseekConfig, DeepseekLayer, deepseek_keys
 from pith_models.gpt_oss import GPT_OSS_KEYS, GptOssConfig, GptOssLayer
 from pith_models.hf import CanonicalTensor, layer_tensors
-from pith_models.qwen3_dense import QWEN3_KEYS, Qwen3Config, Qwen3Layer
+from pith_models.qwen3_dense import Qwen3Config
 from pith_models.qwen3_moe import QWEN3_MOE_KEYS, Qwen3MoeConfig, Qwen3MoeLayer
 
 ModelConfig: TypeAlias = Qwen3MoeConfig | Qwen3Config | DeepseekConfig | GptOssConfig
@@ -75,10 +75,8 @@ def _decoder_layer(
 ) -> nn.Module:
     experts = config.num_experts // mesh.ep.size if config.is_sparse(layer) else 0
     match config:
-        case Qwen3MoeConfig():
+        case Qwen3MoeConfig() | Qwen3Config():
             return Qwen3MoeLayer(config, experts, backend, mesh.cp)
-        case Qwen3Config():
-            return Qwen3Layer(config, backend, mesh.cp)
         case DeepseekConfig():
             return DeepseekLayer(config, experts, backend, mesh.cp)
         case GptOssConfig():
@@ -98,10 +96,8 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
 
 def _layer_tensors(config: ModelConfig, number: int) -> list[CanonicalTensor]:
     match config:
-        case Qwen3MoeConfig():
+        case Qwen3MoeConfig() | Qwen3Config():
             keys = QWEN3_MOE_KEYS
-        case Qwen3Config():
-            keys = QWEN3_KEYS
         case DeepseekConfig():
             keys = deepseek_keys(config.is_sparse(number))
         case GptOssConfig():

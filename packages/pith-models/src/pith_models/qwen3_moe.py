@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
 from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fields
+from pith_models.qwen3_dense import Qwen3Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ class Qwen3MoeConfig(DecoderConfig):
 class Qwen3MoeAttention(nn.Module):
     """Grouped-query attention with its input norm and residual."""
 
-    def __init__(self, config: Qwen3MoeConfig, backend: AttentionBackend, cp: Axis):
+    def __init__(self, config: Qwen3MoeConfig | Qwen3Config, backend: AttentionBackend, cp: Axis):
         super().__init__()
         self.config, self.backend, self.cp = config, backend, cp
         H, D, std = config.hidden_size, config.head_dim, config.initializer_range
@@ -128,14 +129,18 @@ class Qwen3MoeLayer(nn.Module):
     """A `DecoderLayer` whose tokens go to K of the experts or, without experts, to one MLP."""
 
     def __init__(
-        self, config: Qwen3MoeConfig, num_local_experts: int, backend: AttentionBackend, cp: Axis
+        self,
+        config: Qwen3MoeConfig | Qwen3Config,
+        num_local_experts: int,
+        backend: AttentionBackend,
+        cp: Axis,
     ):
         super().__init__()
         self.config, self.num_local_experts = config, num_local_experts
         H, E, std = config.hidden_size, num_local_experts, config.initializer_range
         self.self_attention = Qwen3MoeAttention(config, backend, cp)
         self.mlp_norm = declare((H,), Role.NORM)
-        if E:
+        if isinstance(config, Qwen3MoeConfig) and E:
             I, parts = config.moe_intermediate_size, ("experts_gate_proj", "experts_up_proj")
             self.router = declare((config.num_experts, H), Role.ROUTER, std=std)
             self.experts_gate_up = declare((E, 2 * I, H), Role.EXPERT_MATRIX, std=std, parts=parts)
@@ -151,7 +156,7 @@ class Qwen3MoeLayer(nn.Module):
         """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen` if given)."""
         config, residual = self.config, self.self_attention(hidden, batch)
         tokens = rms_norm(residual, self.mlp_norm, config.rms_norm_eps)
-        if not self.num_local_experts:
+        if isinstance(config, Qwen3Config) or not self.num_local_experts:
             return tokens, residual, None
         logits = router_logits(tokens, self.router)
         ids, weights, scores = score_topk(
