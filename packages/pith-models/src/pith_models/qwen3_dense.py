@@ -6,8 +6,7 @@ Formulas (Qwen3 technical report, arXiv 2505.09388; x is `[T, H]`, n_* are RMS n
                 h = x + Wo softmax(q k' / sqrt(D), causal) v
     layer       h + Wdown (silu(Wgate u) * (Wup u)),  u = n(h)
 
-T tokens, H hidden, D head dim, I width of the MLP. Gate and up are one tensor `[2 * I, H]`, gate
-rows first.
+T tokens, H hidden, D head dim, I width of the MLP. Of `[2 * I, H]` gate rows are first.
 The trap: a config.json without `head_dim` means 128, whatever `hidden_size / num_attention_heads`
 (Qwen3-0.6B: 64); the small released models tie the head to the embedding.
 """
@@ -44,7 +43,7 @@ class Qwen3Config(DecoderConfig):
     aligned_sizes = ()
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer routes: none does."""
+        """Never."""
         return False
 
     @staticmethod
@@ -66,7 +65,7 @@ class Qwen3Config(DecoderConfig):
 
 
 class Qwen3Layer(nn.Module):
-    """A `DecoderLayer` with one MLP for every token."""
+    """A `DecoderLayer`."""
 
     num_local_experts = 0
 
@@ -90,7 +89,7 @@ class Qwen3Layer(nn.Module):
     def attention(
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, None]:
-        """`[T, H]` -> normed tokens `[T, H]`, residual `[T, H]`, no routing."""
+        """Normed tokens, residual, both `[T, H]`, no routing."""
         D, eps = self.config.head_dim, self.config.rms_norm_eps
         normed = rms_norm(hidden, self.attention_norm, eps)
         heads = (normed.shape[0], -1, D)
@@ -109,12 +108,12 @@ class Qwen3Layer(nn.Module):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """The MLP: `[T, H]` -> `[T, H]`."""
+        """The MLP; both `[T, H]`."""
         gate_up = linear(tokens, self.gate_up, weight_grads=weight_grads)
         return linear(swiglu(gate_up), self.down_proj, weight_grads=weight_grads)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
+        """All three `[T, H]`."""
         return residual + combined
 
 
@@ -126,5 +125,4 @@ QWEN3_KEYS = {
     "down_proj": "mlp.down_proj.weight",
     "": "self_attn.",
 }
-"""For `layer_tensors`."""
 _FIXED_HF_FIELDS = {"model_type": "qwen3", "use_sliding_window": False}
