@@ -1,10 +1,8 @@
 """Every reason why a run cannot start, found before anything is touched.
 
 A field is checked by its dataclass, those of `config.py` by `_range_violations`; relations stand
-here.
-
-The trap: a relation of values out of range makes no sense (a remainder of zero): `_sound` says
-whether its fields are in order.
+here. The trap: a relation of values out of range makes no sense (a remainder of zero), so `_sound`
+comes before it.
 """
 
 import os
@@ -93,20 +91,14 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def check_values(config: RunConfig) -> None:
-    """As `check_run`, for commands that run no step."""
+    """The same for commands that run no step."""
     raise_violations(own_violations(config), f"{config.name!r} describes no run")
 
 
 def own_violations(config: RunConfig) -> list[str]:
     """What is wrong with single fields; lines begin with the path."""
-    return [
-        *_range_violations(config),
-        *config.model.violations(),
-        *config.mesh.violations(),
-        *config.optim.violations(),
-        *config.lr.violations(),
-        *config.balance.violations(),
-    ]
+    parts = config.model, config.mesh, config.optim, config.lr, config.balance
+    return _range_violations(config) + [line for part in parts for line in part.violations()]
 
 
 def _sound(own: list[str], *paths: str) -> bool:
@@ -271,9 +263,7 @@ def _refusal(path: str, value: object, allowed: str, fix: object) -> str:
 def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
     found = []
     if config.log.tensorboard and find_spec("tensorboard") is None:
-        found.append(
-            "log.tensorboard is True: install it with pip install 'pith-apps[tensorboard]'"
-        )
+        found.append("log.tensorboard is True: run pip install 'pith-apps[tensorboard]'")
     folder = config.run_folder if _sound(own, "name") else config.runs_folder
     existing = folder.absolute()
     while not existing.exists():
@@ -314,17 +304,13 @@ def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> lis
     train = ("train.batch", "train.micro_batch", "train.sequence_length")
     if not _sound(own, "nproc", "mesh", "model.num_experts", "model.num_hidden_layers", *train):
         return found
-    replicated = asdict(config.sharding) if config.mesh.dp == 1 else {}
-    return (
-        found
-        + fit_violations(config, machine.world_size)
-        + [
-            f"sharding.{name} is True, but mesh.dp 1 has no replicas: allowed from 2; "
-            f"set --sharding.no-{name.replace('_', '-')}"
-            for name, is_asked in replicated.items()
-            if is_asked
-        ]
-    )
+    found += fit_violations(config, machine.world_size)
+    return found + [
+        f"sharding.{name} is True, but mesh.dp 1 has no replicas: allowed from 2; "
+        f"set --sharding.no-{name.replace('_', '-')}"
+        for name, is_asked in asdict(config.sharding).items()
+        if is_asked and config.mesh.dp == 1
+    ]
 
 
 def _model_violations(config: RunConfig, own: list[str]) -> list[str]:

@@ -6,7 +6,7 @@ The same bytes whatever machine or number of workers wrote them:
     documents.npy  `[D + 1]` int64, document d is `tokens[documents[d] : documents[d + 1]]`
     meta.json      `CorpusMeta`
 
-Every document ends with the EOS id; text that spells it is encoded as plain text.
+Every document ends with the EOS id.
 
 The trap: numpy wraps ids that do not fit: the dtype follows the tokenizer's largest id, not those
 seen.
@@ -79,7 +79,7 @@ class Corpus:
     documents: numpy.ndarray
     """`[D + 1]` int64."""
     meta: CorpusMeta
-    """Counts and hashes."""
+    """Its facts."""
 
     @staticmethod
     def open(folder: Path, vocab_size: int) -> "Corpus":
@@ -342,7 +342,7 @@ def _text_of_line(line: str, text_field: str, where: str) -> str:
 
 
 def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
-    """Text files among the inputs and below them, in order; what is wrong with inputs."""
+    """Text files among and below the inputs, in order; faults."""
     files, faults = [], [] if inputs else ["no input file given"]
     for path in inputs:
         below = sorted(p for p in (path, *path.rglob("*")) if p.is_file())
@@ -362,7 +362,7 @@ def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
 
 @contextmanager
 def _new_folder(output: Path) -> Generator[Path]:
-    """A temporary folder that becomes `output`, which is not there, if the body succeeds."""
+    """A temporary folder that becomes `output` if the body succeeds."""
     existing = next(parent for parent in output.absolute().parents if parent.exists())
     temporary = existing / f".{output.name}.{os.getpid()}.tmp"
     try:

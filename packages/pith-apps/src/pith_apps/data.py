@@ -7,7 +7,7 @@ targets the last S. A shorter tail is dropped.
     its epoch and place           = divmod(g, number of samples)
     the sample read at that place = permutation(place; seed, epoch)
 
-with B samples in a step, in micro-batches of b. Batch rank d of n runs sequences `d * B / n` to
+with B samples in a step. Batch rank d of n runs sequences `d * B / n` to
 `(d + 1) * B / n - 1` of a step: another mesh sees the same. The cp ranks of a batch rank read the
 same samples and keep their blocks of each.
 
@@ -97,7 +97,7 @@ def held_out_batches(
 
 
 def too_few_samples(num_tokens: int, sequence_length: int, batch_size: int) -> str:
-    """What refuses a corpus smaller than one step; empty for another."""
+    """What refuses a corpus smaller than one step, or nothing."""
     if (count := num_samples(num_tokens, sequence_length)) >= batch_size:
         return ""
     return (
@@ -113,10 +113,7 @@ def num_samples(num_tokens: int, sequence_length: int) -> int:
 
 
 def permuted(place: int, size: int, seed: int, epoch: int) -> int:
-    """Where `place` goes in the permutation of `range(size)` that belongs to (seed, epoch).
-
-    A round maps two halves of bits to `(right, left xor F(right))`: undone whatever F is.
-    """
+    """Where `place` goes in the permutation of `range(size)` that belongs to (seed, epoch)."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     key = f"{seed}/{epoch}".encode()
@@ -124,7 +121,7 @@ def permuted(place: int, size: int, seed: int, epoch: int) -> int:
     keys = [int.from_bytes(digest[8 * k : 8 * k + 8], "little") for k in range(NUM_ROUNDS)]
     while True:
         left, right = place >> half, place & mask
-        for round_key in keys:
+        for round_key in keys:  # a round can be undone, whatever `_mix` is
             left, right = right, left ^ (_mix(right, round_key) & mask)
         place = left << half | right
         if place < size:

@@ -48,7 +48,7 @@ from pith_apps.plan import Machine
 from pith_apps.trainer import Trainer, build_trainer, step_gradients
 
 PARITY_MESHES = ("dp2", "dp4", "ep2", "ep4", "pp2", "pp2-ep2", "pp2-dp2", "dp2-ep2")
-"""All two-rank and four-rank meshes of these axes that two chunks a rank allow."""
+"""All meshes of these axes in 2 or 4 ranks that two chunks a rank allow."""
 FULL_GRID = (
     *("dp4", "ep4", "dp2-ep2", "pp2-dp2", "pp2-ep2", "dp2-cp2", "cp2-ep2", "cp4", "pp2-cp2"),
     *("hsdp-dp2-ep2", "pp2-cp2-ep2"),
@@ -88,7 +88,7 @@ class ParityArguments(RunArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class ParityReference:
-    """What one process computes for the whole batch; canonical tensors by name."""
+    """What one process computes; canonical tensors by name."""
 
     weights: dict[str, Tensor]
     """Initial values."""
@@ -106,9 +106,9 @@ class ParityResult:
     """How far one mesh is from the reference."""
 
     weights_equal: bool
-    """Whether all ranks start from one reference's weights, bit for bit."""
+    """Whether all ranks start from one reference's weights."""
     covered: bool
-    """Whether each gradient element is on exactly one rank of each replica, all bit-equal."""
+    """Whether each replica holds each gradient element once, all bit-equal."""
     differences: dict[str, float]
     """Relative, by the names of `FP32_LIMITS`; `update` is 0 without Muon."""
     worst: str
@@ -139,8 +139,9 @@ def parity_plan(
     if arguments.meshes and arguments.grid == "full":
         raise ValueError("--meshes beside --grid full: give one of them")
     labels = FULL_GRID if arguments.grid == "full" else PARITY_MESHES
-    grid = labels if arguments.config.model.num_experts else without_experts(labels)
-    labels = arguments.meshes or grid
+    if not arguments.config.model.num_experts:
+        labels = without_experts(labels)
+    labels = arguments.meshes or labels
     return parity_runs(arguments.config, labels, arguments.dtype, variations), variations
 
 
@@ -202,7 +203,7 @@ def vary(config: RunConfig, variations: Sequence[str]) -> RunConfig:
 def check_parity(
     runs: Sequence[RunConfig], machine: Machine, variations: Sequence[str] = ()
 ) -> None:
-    """Raise a ValueError that names every violation of every mesh, and of the machine."""
+    """A ValueError with every violation of every mesh, and of the machine."""
     faults = step_violations(runs[0], machine)
     if not faults:
         if not parity_batch(runs[0], torch.device("cpu"), variations).counted.any():
@@ -220,10 +221,7 @@ def check_parity(
 def parity_worker(
     runs: Sequence[RunConfig], device: torch.device, variations: Sequence[str] = ()
 ) -> bool:
-    """Compare every run with one process, print the table, return whether all meshes agree.
-
-    Every rank of the default process group calls it.
-    """
+    """Print the table; whether all meshes agree. Every rank of the default group calls it."""
     alone = replace(runs[0], mesh=MeshConfig())
     train, is_first = alone.train, torch.distributed.get_rank() == 0
     batch = parity_batch(alone, device, variations)
@@ -293,14 +291,14 @@ def parity_batch(config: RunConfig, device: torch.device, variations: Sequence[s
 def cut_sequences(batch: Batch, first: int, count: int) -> Batch:
     """`count` whole sequences of a batch, from number `first` on."""
     start, stop = first * batch.sequence_length, (first + count) * batch.sequence_length
-    documents = batch.documents
+    cut, documents = slice(start, stop), batch.documents
     if documents is not None:
         documents = documents[(documents >= start) & (documents <= stop)] - start
     return replace(
         batch,
-        tokens=batch.tokens[start:stop],
-        targets=batch.targets[start:stop],
-        positions=batch.positions[start:stop],
+        tokens=batch.tokens[cut],
+        targets=batch.targets[cut],
+        positions=batch.positions[cut],
         documents=documents,
     )
 
@@ -346,7 +344,7 @@ def compute_reference(config: RunConfig, batch: Batch) -> ParityReference:
 def compare_mesh(
     config: RunConfig, mesh: Mesh, batch: Batch, reference: ParityReference
 ) -> ParityResult:
-    """Run the step on `mesh`, which is that of `config` and all of whose ranks call this."""
+    """Run the step on the mesh of `config`, all of whose ranks call this."""
     trainer = _build_uneven(config, mesh, batch.tokens.device)
     weights = [block for p in trainer.parameters for block in _blocks(p, p.shard)]
     weights_equal = all(_difference(b, reference.weights, 1.0) == 0 for b in weights)
@@ -404,7 +402,7 @@ def _blocks(parameter: ShardedParameter, tensor: Tensor) -> list[CanonicalBlock]
 
 
 def _updated(config: RunConfig, trainer: Trainer) -> list[CanonicalBlock]:
-    """This rank's blocks of all matrices after one step of Muon; nothing with another method."""
+    """This rank's blocks of all matrices after one step, if `config` has Muon."""
     if config.optim.method != "muon":
         return []
     Muon(trainer.parameters, config.optim).step(1.0)

@@ -42,7 +42,7 @@ def build_chunks(
     *,
     attention_backend: AttentionBackend,
 ) -> list[ModelChunk]:
-    """This rank's two chunks on the meta device, r and `2 * pp - 1 - r`; needs no process groups.
+    """This rank's two chunks, r and `2 * pp - 1 - r`, on the meta device, without process groups.
 
     A ValueError if a size is out of range, or layers or experts do not fit the mesh.
     """
@@ -145,7 +145,6 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
 
 
 def _active_size(config: ModelConfig, tensor: CanonicalTensor) -> int:
-    """Its numbers that one token meets."""
     size = prod(tensor.shape)
     if tensor.is_expert_stack:
         return size // config.num_experts * config.num_experts_per_tok

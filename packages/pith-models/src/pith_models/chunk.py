@@ -1,9 +1,9 @@
-"""What all families have around their layers: embedding, positions, final norm, head.
+"""What all families have around their layers.
 
     hidden = embedding[tokens]     ...layers...     loss = sum cross_entropy(n(hidden) W_head^T)
 
-Logits of all tokens never exist in training. The trap: a tied head is the embedding itself, one
-parameter that gets both gradients; rank 0 holds the first chunk and the last, so one tensor serves.
+Logits of all tokens never exist in training. The trap: a tied head is the embedding's own tensor
+with both gradients, which works since rank 0 holds the first chunk and the last.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class DecoderChunk(ModelChunk):
         return embedding(batch.tokens, self.embedding)
 
     def loss(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Sum of the token losses, a scalar in fp32 or wider."""
+        """Sum of the token losses, in fp32 or wider."""
         return linear_cross_entropy(self._normed(hidden), self.head, batch.targets, IGNORED_TARGET)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ Formulas (DeepSeek-V2, arXiv 2405.04434; V3, arXiv 2412.19437; x is `[T, H]`, n_
                 h + MLP(n(h)) in the first `first_k_dense_replace`
 
 T tokens, H hidden, R `kv_lora_rank`, Dn, Dr, Dv head dims (`qk_nope_`, `qk_rope_`, `v_`), E
-experts on this rank, I expert width. Shared experts are one MLP of width `n_shared_experts * I`.
+experts on this rank, I expert width. Shared experts are one MLP.
 
 The traps: rotary pairs are (2i, 2i + 1); norms of low ranks have epsilon 1e-6 whatever
-`rms_norm_eps` says. V2 models do not normalise weights, and code differs on what would hold if they
-did; here it is V3's rule.
+`rms_norm_eps` says. V2 models do not normalise weights; if one did, V3's rule would hold here,
+where other code differs.
 """
 
 from dataclasses import dataclass
@@ -57,13 +57,13 @@ class DeepseekConfig(DecoderConfig):
     qk_nope_head_dim: int
     """Width of a head's query and key without positions."""
     qk_rope_head_dim: int
-    """Of the rotary part, whose key heads share; even."""
+    """Of the rotary part, whose key all heads share; even."""
     v_head_dim: int
     """Width of a head's value."""
     moe_intermediate_size: int
     """Width of one expert."""
     first_k_dense_replace: int
-    """Dense layers, the first; all others are sparse."""
+    """How many layers are dense, from the first on."""
     n_routed_experts: int
     """Experts of a sparse layer, over all ranks."""
     n_shared_experts: int
@@ -79,7 +79,7 @@ class DeepseekConfig(DecoderConfig):
     norm_topk_prob: bool = False
     """Whether the chosen scores are divided by their sum."""
     routed_scaling_factor: float = 1.0
-    """Multiplies the weights, normalised or not."""
+    """Multiplies the weights."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     max_position_embeddings: int = 163_840
@@ -116,7 +116,7 @@ class DeepseekConfig(DecoderConfig):
 
     @property
     def is_v3(self) -> bool:
-        """Whether it is of model_type deepseek_v3."""
+        """Whether model_type is deepseek_v3."""
         return self.topk_method == "noaux_tc"
 
     @property
@@ -170,7 +170,7 @@ class DeepseekConfig(DecoderConfig):
 
 
 class DeepseekAttention(nn.Module):
-    """Multi-head latent attention, with norm and residual."""
+    """Multi-head latent attention."""
 
     def __init__(self, config: DeepseekConfig, backend: AttentionBackend, cp: Axis):
         super().__init__()
@@ -191,7 +191,7 @@ class DeepseekAttention(nn.Module):
         self.o_proj = matrix((H, heads * config.v_head_dim))
 
     def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """`[T, H]` -> `[T, H]`, the input added."""
+        """`[T, H]` -> `[T, H]`, with norm and residual."""
         config = self.config
         rotary_dim, nope_dim = config.qk_rope_head_dim, config.qk_nope_head_dim
         normed = rms_norm(hidden, self.norm, config.rms_norm_eps)
@@ -216,7 +216,7 @@ class DeepseekAttention(nn.Module):
 
 
 class DeepseekLayer(nn.Module):
-    """A `DecoderLayer`: tokens go to K experts and the shared ones, or (dense) to an MLP."""
+    """A `DecoderLayer`, sparse or dense."""
 
     def __init__(
         self, config: DeepseekConfig, num_local_experts: int, backend: AttentionBackend, cp: Axis
@@ -244,7 +244,7 @@ class DeepseekLayer(nn.Module):
     def attention(
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing | None]:
-        """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen`).
+        """Normed tokens, residual, both `[T, H]`, routing (to `chosen`).
 
         A sparse layer's residual holds what the shared experts add.
         """
@@ -278,14 +278,14 @@ class DeepseekLayer(nn.Module):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order, or dense tokens, `[P, H]` -> outputs `[P, H]`."""
+        """Rows in expert order, or dense tokens; both `[P, H]`."""
         if groups is None:
             return self._mlp(tokens, weight_grads)
         gate_up = grouped_linear(tokens, self.experts_gate_up, groups, weight_grads)
         return grouped_linear(swiglu(gate_up), self.experts_down_proj, groups, weight_grads)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
+        """All three `[T, H]`."""
         return residual + combined
 
 

@@ -11,11 +11,10 @@ linear maps of a layer have biases):
                 y = sum over K experts of p_e * (Wdown_e ((u + 1) * g * sigmoid(alpha g)) + bdown_e)
     layer       h + y
 
-T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are one tensor
-`[E, 2 * I, H]`, gate rows first.
-The traps: files interleave the rows of gate and up and transpose every expert matrix, which no
-shape tells where H = I, as released. YaRN does not round its range (`truncate`), norms round once,
-and no scaling in a `config.json` means YaRN to transformers.
+T tokens, H hidden, D head dim, E experts on this rank, I expert width.
+The traps: files interleave the rows of gate and up (here all gate rows are first) and transpose
+every expert matrix, which no shape tells where H = I, as released. YaRN does not round its range
+(`truncate`), norms round once, and no scaling in a `config.json` means YaRN to transformers.
 """
 
 from dataclasses import dataclass, replace
@@ -121,7 +120,7 @@ class GptOssConfig(DecoderConfig):
 
 
 class GptOssLayer(nn.Module):
-    """A `DecoderLayer`: tokens go to K experts."""
+    """A `DecoderLayer`."""
 
     def __init__(
         self,
@@ -163,7 +162,7 @@ class GptOssLayer(nn.Module):
     def attention(
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing]:
-        """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen`)."""
+        """Normed tokens, residual, both `[T, H]`, routing (to `chosen`)."""
         config, dtype = self.config, hidden.dtype
         D, eps = config.head_dim, config.rms_norm_eps
         # 1. Normalise and project; fp32 biases would make the sums so.
@@ -189,7 +188,7 @@ class GptOssLayer(nn.Module):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order `[P, H]` -> outputs `[P, H]`."""
+        """Rows in expert order; both `[P, H]`."""
         assert groups is not None, "a sparse layer's rows come in expert order"
         config, down = self.config, self.experts_down_proj
         bias = torch.cat([self.experts_gate_bias, self.experts_up_bias], 1)
@@ -198,7 +197,7 @@ class GptOssLayer(nn.Module):
         return grouped_linear(inner, down, groups, weight_grads, self.experts_down_bias)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
+        """All three `[T, H]`."""
         return residual + combined
 
 
@@ -221,5 +220,4 @@ GPT_OSS_KEYS = {
     "experts_down_proj": FusedKey("mlp.experts.down_proj", is_transposed=True),
     "experts_down_bias": FusedKey("mlp.experts.down_proj_bias"),
 }
-"""For `layer_tensors`."""
 _FIXED_HF_FIELDS = {"model_type": "gpt_oss", "attention_bias": True}

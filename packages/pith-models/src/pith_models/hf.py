@@ -1,12 +1,11 @@
-"""Hugging Face folders: read and written tensor by tensor, with a strict account of every key.
+"""Hugging Face folders: read and written with a strict account of every key.
 
 A checkpoint of ours names *canonical* tensors ("layers.3.experts_gate_proj", `[E, I, H]`). Files
 hold one under its own key, one key per expert, or fused: `gate_up_proj` has all experts' gate and
 up rows, halves or, in GPT-OSS, in turn and transposed. FP8 and MXFP4 are decoded. Memory: one
 canonical tensor and one key.
 
-The trap is a partial load, which trains plausibly: a missing, unexpected or misshapen key is an
-error that lists it, before any value is read.
+The trap is a partial load, which trains plausibly: all keys are checked before a value is read.
 """
 
 import json
@@ -58,7 +57,7 @@ class FusedKey:
     is_interleaved: bool = False
     """Whether the halves' rows alternate."""
     is_transposed: bool = False
-    """Whether it is `[E, columns, rows]`; the shape does not tell if they are as many."""
+    """Whether it is `[E, columns, rows]`, which a square shape does not tell."""
 
 
 _FUSED = {
@@ -73,7 +72,7 @@ class CanonicalTensor:
     """A tensor of a checkpoint, and where Hugging Face files keep it."""
 
     name: str
-    """Canonical name, with the global layer number."""
+    """With the global layer number."""
     shape: tuple[int, ...]
     """Global shape."""
     keys: tuple[str, ...]
@@ -108,7 +107,7 @@ class CanonicalTensor:
         return {fused.key: (experts, *shape)}
 
     def slices(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Views of a tensor of `shape`: a stack's experts, else itself."""
+        """Views: a stack's experts, else the tensor."""
         return tensor.unbind(0) if self.is_expert_stack else (tensor,)
 
 
@@ -156,7 +155,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
     """A folder's canonical tensors, read as `dtype` when asked for.
 
     ValueError with every missing, unexpected and misshapen key, or a damaged file; `account` is a
-    line about the keys. `skipped_layer` is one of multi-token prediction, told by its projection.
+    line about the keys. `skipped_layer` is one of multi-token prediction.
     """
 
     def __init__(
@@ -335,14 +334,13 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
             raise ValueError(f"{path} is damaged: {error}") from None
     if has_index:
         actual = {key: header.path.name for key, header in headers.items()}
-        odd = sorted(dict(index.items() ^ actual.items()))
-        if odd:
+        if odd := sorted(dict(index.items() ^ actual.items())):
             raise ValueError(f"{index_path} and the files disagree about {_first(odd)}")
     return headers
 
 
 def _rows(stored: Tensor, fused: FusedKey) -> Tensor:
-    """The view of an expert in a fused key that is ours."""
+    """Our rows of an expert in a fused key, a view."""
     ours = stored.mT if fused.is_transposed else stored
     if fused.half is None:
         return ours
@@ -352,7 +350,7 @@ def _rows(stored: Tensor, fused: FusedKey) -> Tensor:
 def _check_keys(
     folder: Path, layout: Sequence[CanonicalTensor], headers: Mapping[str, _Header]
 ) -> dict[str, tuple[str, ...]]:
-    """Key that is read -> names in the files that `_decode` needs."""
+    """Key that is read -> names of what `_decode` needs."""
     wanted: dict[str, tuple[int, ...]] = {}
     for tensor in layout:
         wanted |= tensor.stored(headers)

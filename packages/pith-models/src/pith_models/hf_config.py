@@ -1,7 +1,7 @@
 """What configurations have in common, and reading a Hugging Face `config.json` strictly.
 
 A field is read by the family, must have its one implemented value, or has no effect on the forward
-pass; any other may change what the model computes: an error. RoPE has two spellings:
+pass; any other is an error. RoPE has two spellings:
 `rope_theta` and `rope_scaling` (transformers 4), `rope_parameters` (transformers 5).
 """
 
@@ -53,7 +53,7 @@ class DecoderConfig:
     initializer_range: float = 0.02
     """Standard deviation of initial matrices."""
     max_position_embeddings: int = 40_960
-    """Longest sequence, in tokens."""
+    """Longest sequence."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding."""
 
@@ -116,7 +116,7 @@ def config_from_hf(
 
     `fixed` fields have one implemented value, `defaults` is for fields absent or null, `neutral`
     adds to `NEUTRAL_HF_FIELDS`, `spellings` are a field's names in files, `needed` others that must
-    be there. Lists become tuples.
+    be there.
     """
     fixed, spellings = {**_FIXED_HF_FIELDS, **fixed}, spellings or {}
     defaults = {"tie_word_embeddings": False, **defaults}

@@ -10,7 +10,7 @@ Formulas (Qwen3 technical report, arXiv 2505.09388; x is `[T, H]`, n_* are RMS n
     layer       h + y;  a dense layer has one such MLP of width `intermediate_size` and no router
 
 T tokens, H hidden, D head dim, E experts on this rank, I expert width. Gate and up are one tensor
-`[E, 2 * I, H]`, gate rows first; checkpoints see two (`parts`).
+`[E, 2 * I, H]`, gate rows first; two in checkpoints (`parts`).
 The trap: `head_dim` need not be `hidden_size / num_attention_heads` (Qwen3-30B-A3B: 128, not 64).
 """
 
@@ -50,7 +50,7 @@ class Qwen3MoeConfig(DecoderConfig):
     num_experts_per_tok: int
     """Experts of a token (top-k)."""
     norm_topk_prob: bool = True
-    """Whether the k chosen probabilities are divided by their sum."""
+    """Whether the chosen probabilities are divided by their sum."""
     mlp_only_layers: tuple[int, ...] = ()
     """Layers (from 0) that are dense whatever `decoder_sparse_step` says."""
     decoder_sparse_step: int = 1
@@ -92,7 +92,7 @@ class Qwen3MoeConfig(DecoderConfig):
 
 
 class Qwen3MoeAttention(nn.Module):
-    """Grouped-query attention with its input norm and residual."""
+    """Grouped-query attention."""
 
     def __init__(self, config: Qwen3MoeConfig | Qwen3Config, backend: AttentionBackend, cp: Axis):
         super().__init__()
@@ -109,7 +109,7 @@ class Qwen3MoeAttention(nn.Module):
         self.o_proj = matrix((H, q_width))
 
     def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """`[T, H]` -> `[T, H]`, the input added."""
+        """`[T, H]` -> `[T, H]`, with norm and residual."""
         config, D, eps = self.config, self.config.head_dim, self.config.rms_norm_eps
         normed = rms_norm(hidden, self.norm, eps)
         heads = (normed.shape[0], -1, D)
@@ -126,7 +126,7 @@ class Qwen3MoeAttention(nn.Module):
 
 
 class Qwen3MoeLayer(nn.Module):
-    """A `DecoderLayer` whose tokens go to K of the experts or, without experts, to one MLP."""
+    """A `DecoderLayer`, sparse or dense."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Qwen3MoeLayer(nn.Module):
     def attention(
         self, hidden: Tensor, batch: Batch, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing | None]:
-        """`[T, H]` -> normed tokens, residual, both `[T, H]`, routing (to `chosen` if given)."""
+        """Normed tokens, residual, both `[T, H]`, routing (to `chosen` if given)."""
         config, residual = self.config, self.self_attention(hidden, batch)
         tokens = rms_norm(residual, self.mlp_norm, config.rms_norm_eps)
         if isinstance(config, Qwen3Config) or not self.num_local_experts:
@@ -168,7 +168,7 @@ class Qwen3MoeLayer(nn.Module):
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order, or dense tokens, `[P, H]` -> outputs `[P, H]`."""
+        """Rows in expert order, or dense tokens; both `[P, H]`."""
         if groups is None:
             gate_up = linear(tokens, self.mlp_gate_up, weight_grads=weight_grads)
             return linear(swiglu(gate_up), self.mlp_down_proj, weight_grads=weight_grads)
@@ -176,7 +176,7 @@ class Qwen3MoeLayer(nn.Module):
         return grouped_linear(swiglu(gate_up), self.experts_down_proj, groups, weight_grads)
 
     def aggregate(self, combined: Tensor, residual: Tensor) -> Tensor:
-        """Outputs and residual, both `[T, H]` -> hidden `[T, H]`."""
+        """All three `[T, H]`."""
         return residual + combined
 
 
@@ -188,5 +188,4 @@ QWEN3_MOE_KEYS = {
     "router": "mlp.gate.weight",
     "experts_": "mlp.experts.{}.",
 }
-"""For `layer_tensors`."""
 _FIXED_HF_FIELDS = {"model_type": "qwen3_moe", "use_sliding_window": False}
