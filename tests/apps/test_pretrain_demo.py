@@ -54,7 +54,7 @@ def test_every_place_that_is_printed_exists(config):
     output = (config.runs_folder.parent / "output.txt").read_text()
     assert "mesh pp2-ep2: 4 process(es) on 1 node(s)" in output
     for line in output.splitlines()[-4:]:
-        assert (config.runs_folder.parent / line.split()[1]).exists(), line
+        assert (config.runs_folder.parent / line.split()[-1]).exists(), line
     assert not list(config.run_folder.glob("*.tmp"))
 
 

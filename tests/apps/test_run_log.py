@@ -6,7 +6,7 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +68,12 @@ def log_step(log: RunLog, **changes: float) -> None:
     )
 
 
+def split_record(record: dict) -> tuple[dict, StepRecord]:
+    """The fields of `StepLosses`, and the others."""
+    measured = {field.name: record.pop(field.name) for field in fields(StepLosses)}
+    return measured, StepRecord(**record)
+
+
 def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open_log(tmp_path) as log:
         with log.elsewhere():
@@ -80,7 +86,7 @@ def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for part in [
         "step  1/10  ",
         "loss 0.6667",
-        "balance 1.031",
+        "balance 1.031  max-load",
         "max-load 1.50  dead 3  entropy 0.969",
         "lr 3.33e-04",
         "grad norm 3.142",
@@ -94,14 +100,19 @@ def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "  max-load n/a  lr " in lines[1]
     assert lines[1].endswith("skipped 1")
     assert "z " not in lines[0]
-    assert "balance 1.031  z 5.250  max-load" in lines[2]
+    assert "entropy 0.969  z 5.250  lr" in lines[2]
 
-    first, second, third = [StepRecord(**record) for record in read_metrics(tmp_path)]  # type: ignore
-    assert (first.loss, first.balance_loss, first.grad_norm) == (
-        2 / 3,
-        1.0312345678901234,
-        math.pi,
-    )
+    measured, (first, second, _) = zip(*map(split_record, read_metrics(tmp_path)), strict=True)
+    assert measured[0] == {
+        "loss": 2 / 3,
+        "balance": 1.0312345678901234,
+        "z_loss": 0.0,
+        "num_targets": 2000,
+        "max_load": 1.5,
+        "dead_experts": 3,
+        "load_entropy": 0.96875,
+    }
+    assert first.grad_norm == math.pi
     assert 0.3 <= first.step_seconds < 1
     assert 0.2 <= first.seconds_elsewhere < first.step_seconds - 0.09
     assert first.tokens_per_second == pytest.approx(
@@ -110,9 +121,9 @@ def test_step_line_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert first.tokens_per_second_per_rank == first.tokens_per_second / 4
     assert first.eta_seconds == pytest.approx(9 * first.step_seconds)
     assert (second.step, second.tokens_seen, second.num_skipped_steps) == (2, 2000, 1)
-    assert (first.max_load, first.dead_experts, first.load_entropy) == (1.5, 3, 0.96875)
-    assert (second.max_load, second.dead_experts, second.load_entropy) == (None, None, None)
-    assert (first.z_loss, third.z_loss) == (0.0, 5.25)
+    nulls = {name for name, value in measured[1].items() if value is None}
+    assert nulls == {"balance", "max_load", "dead_experts", "load_entropy"}
+    assert measured[2]["z_loss"] == 5.25
     assert second.eta_seconds == pytest.approx(8 * (first.step_seconds + second.step_seconds) / 2)
 
 
@@ -123,8 +134,10 @@ def test_mfu_is_of_all_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         log_step(log)
     (record,) = read_metrics(tmp_path)
     assert record["mfu"] == pytest.approx(record["tokens_per_second"] * 2e9 / 4e12, rel=1e-12)
-    assert f"MFU {100 * record['mfu']:.1f}%" in StepRecord(**record).line("cuda")  # type: ignore
-    assert "tok/s/GPU" in StepRecord(**record).line("cuda")  # type: ignore
+    measured, step = split_record(record)
+    line = step.line(StepLosses(**measured), "cuda")
+    assert f"MFU {100 * record['mfu']:.1f}%" in line
+    assert "tok/s/GPU" in line
 
 
 def test_only_rank_0_prints_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,5 +233,6 @@ def _finish(config: RunConfig) -> None:
             f"held-out loss {first:.4f} after step {start}, {last:.4f} after step {end}: "
             f"{last / first:.1%} of its first value"
         )
-    names = ("metrics.jsonl", "loss.png", "checkpoints", "export")
-    print(*(folder / name for name in names), sep="\n", flush=True)
+    folders = {"checkpoints": "checkpoints", "Hugging Face": "export"}
+    for label, name in {"metrics": "metrics.jsonl", "losses": "loss.png", **folders}.items():
+        print(f"{label:<12} {folder / name}", flush=True)

@@ -40,28 +40,18 @@ from pith_apps.plan import training_flops
 
 ETA_STEPS = 20
 """Recent steps that the ETA follows from."""
+NEED_EXPERTS = ("balance", "max_load", "dead_experts", "load_entropy")
+"""Fields of `StepLosses` that are null in a record of a dense model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One training step, as in `metrics.jsonl`; None without experts."""
+    """One training step, in `metrics.jsonl` beside its `StepLosses`."""
 
     step: int
     """From 1."""
     total_steps: int
     """Of the whole run."""
-    loss: float
-    """Mean over all targets, in nats."""
-    balance_loss: float | None
-    """Without coefficient; 1 is even, 0 off."""
-    z_loss: float
-    """Without coefficient; 0 when off."""
-    max_load: float | None
-    """Tokens of the busiest expert over the mean; worst layer."""
-    dead_experts: int | None
-    """Without a token, over all layers."""
-    load_entropy: float | None
-    """From 0 to 1 (even), mean over layers."""
     learning_rate: float
     """Of the step."""
     grad_norm: float
@@ -85,24 +75,23 @@ class StepRecord:
     num_skipped_steps: int
     """So far, for want of targets."""
 
-    def line(self, device_type: str) -> str:
+    def line(self, losses: StepLosses, device_type: str) -> str:
         """The step line of rank 0."""
         unit = "GPU" if device_type == "cuda" else "process"
-        balance, loads = "n/a", "max-load n/a"
-        if self.max_load is not None:
-            balance = f"{self.balance_loss:.3f}"
+        loads = "balance n/a  max-load n/a"
+        if losses.max_load:
             loads = (
-                f"max-load {self.max_load:.2f}  dead {self.dead_experts}  "
-                f"entropy {self.load_entropy:.3f}"
+                f"balance {losses.balance:.3f}  max-load {losses.max_load:.2f}  "
+                f"dead {losses.dead_experts}  entropy {losses.load_entropy:.3f}"
             )
         mfu = "n/a (CPU)" if unit == "process" else "n/a (GPU of unknown peak)"
         if self.mfu is not None:
             mfu = f"{self.mfu:.1%}"
-        z_loss = f"  z {self.z_loss:.3f}" if self.z_loss else ""
+        z_loss = f"  z {losses.z_loss:.3f}" if losses.z_loss else ""
         skipped = f"  skipped {self.num_skipped_steps}" if self.num_skipped_steps else ""
         return (
             f"step {self.step:>{len(str(self.total_steps))}}/{self.total_steps}  "
-            f"loss {self.loss:.4f}  balance {balance}{z_loss}  {loads}  "
+            f"loss {losses.loss:.4f}  {loads}{z_loss}  "
             f"lr {self.learning_rate:.2e}  grad norm {self.grad_norm:.3f}  "
             f"{self.tokens_per_second:,.0f} tok/s  "
             f"{self.tokens_per_second_per_rank:,.0f} tok/s/{unit}  MFU {mfu}  "
@@ -176,16 +165,9 @@ class RunLog:
             return
         rate = train.batch * train.sequence_length / (seconds - elsewhere)
         peak, num_ranks = peak_flops(self.device), self.mesh.world.size
-        has_experts = losses.max_load > 0
         record = StepRecord(
             step=self.step,
             total_steps=train.steps,
-            loss=losses.loss,
-            balance_loss=losses.balance if has_experts else None,
-            z_loss=losses.z_loss,
-            max_load=losses.max_load if has_experts else None,
-            dead_experts=losses.dead_experts if has_experts else None,
-            load_entropy=losses.load_entropy if has_experts else None,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
             tokens_seen=self.tokens_seen,
@@ -198,8 +180,9 @@ class RunLog:
             eta_seconds=(train.steps - self.step) * sum(self._recent) / len(self._recent),
             num_skipped_steps=self.num_skipped_steps,
         )
-        self._record(asdict(record))
-        self.say(record.line(self.device.type))
+        missing = () if losses.max_load else NEED_EXPERTS
+        self._record({**asdict(record), **asdict(losses), **dict.fromkeys(missing)})
+        self.say(record.line(losses, self.device.type))
 
     def log_held_out(self, loss: float, num_targets: int) -> None:
         """Record the held-out loss after this step, in nats a token."""
@@ -242,8 +225,11 @@ def write_run_facts(config: RunConfig, world_size: int, plan: str) -> None:
     folder = config.run_folder
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.txt").write_text(plan + "\n")
-    for name, record in (("config", config_record(config)), ("environment", environment)):
-        (folder / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    for name, record in {
+        "config.json": config_record(config),
+        "environment.json": environment,
+    }.items():
+        (folder / name).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
