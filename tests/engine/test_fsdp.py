@@ -139,7 +139,7 @@ def test_gather_gives_the_whole_and_reduce_sums_over_the_axis(gloo_pool, dtype):
 def backward_calls(dtype):
     """Several backward passes through a linear layer, and a late gradient added by hand."""
     mesh = Mesh.single()
-    chunk = ModelChunk(is_first=False, is_last=True)
+    chunk = ModelChunk(is_last=True)
     chunk.weight = declare((5, 7), Role.MATRIX, std=1.0)
     [unit] = shard_chunks([chunk], mesh, compute_dtype=dtype, device=CPU)
     [parameter] = unit.parameters
@@ -327,7 +327,7 @@ def test_on_the_meta_device_nothing_is_allocated():
 
 def test_undeclared_parameters_are_refused():
     mesh = Mesh.single()
-    chunk = ModelChunk(is_first=True, is_last=False)
+    chunk = ModelChunk(is_last=False)
     chunk.weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(ValueError, match=r"weight: every parameter comes from declare"):
         shard_chunks([chunk], mesh, compute_dtype=torch.float32, device=CPU)
@@ -347,8 +347,8 @@ def test_undeclared_parameters_are_refused():
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_a_parameter_of_two_names_is_one_whose_gradient_sums_both_uses(num_chunks, dtype):
     """Each use has a backward of its own, as chunks have; then both in one backward."""
-    first = ModelChunk(is_first=True, is_last=num_chunks == 1)
-    last = first if num_chunks == 1 else ModelChunk(is_first=False, is_last=True)
+    first = ModelChunk(is_last=num_chunks == 1)
+    last = first if num_chunks == 1 else ModelChunk(is_last=True)
     first.embedding = declare((13, 5), Role.EMBEDDING, std=0.1)
     last.head = first.embedding
     last.final_norm = declare((5,), Role.NORM)

@@ -99,8 +99,7 @@ class Unit:
         device: torch.device,
         sharding: ShardingConfig = ShardingConfig(),
     ):
-        self.name = name
-        master = accumulation_dtype(compute_dtype)
+        self.name, master = name, accumulation_dtype(compute_dtype)
         is_expert = any(declaration.role.is_expert for declaration in declared.values())
         self._axis, self._replicas = shard_axes(mesh, sharding, is_expert=is_expert)
         order = sorted(declared.items(), key=lambda item: item[1].role.keeps_fp32)  # by dtype
@@ -232,17 +231,14 @@ def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[Ca
     dim = max(len(shape) - 2, 0)
     rows = shape[dim] // len(parts)
     assert rows * len(parts) == shape[dim], f"{parameter.name}: parts of equal size"
-    start = offsets[dim]
     for index, part in enumerate(parts):
-        lowest, highest = index * rows, (index + 1) * rows
-        first = min(max(start, lowest), highest)
-        stop = max(first, min(start + tensor.shape[dim], highest))
-        begin = first - start if stop > first else 0
+        begin = index * rows - offsets[dim]  # of the part, in rows of the tensor
+        first, stop = (min(max(end, 0), tensor.shape[dim]) for end in (begin, begin + rows))
         yield CanonicalBlock(
             name=".".join([*prefix, part]),
-            tensor=tensor.narrow(dim, begin, stop - first),
+            tensor=tensor.narrow(dim, first, stop - first),
             global_shape=(*shape[:dim], rows, *shape[dim + 1 :]),
-            offsets=(*offsets[:dim], first - lowest, *offsets[dim + 1 :]),
+            offsets=(*offsets[:dim], min(max(-begin, 0), rows), *offsets[dim + 1 :]),
         )
 
 

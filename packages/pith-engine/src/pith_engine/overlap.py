@@ -146,14 +146,12 @@ def interleave(
             if order[reader][0].stream is not value[0].stream:
                 waits[reader].append(place)
         # Dropped by the first compute after every use: a reader there, or what waits for a reader.
-        at_compute = [
-            r if order[r][0].stream is Stream.COMPUTE else users[order[r]][0] for r in readers
-        ]
-        if readers:
-            frees[max(at_compute)].append(value)
+        stops = [r if order[r][0].stream is Stream.COMPUTE else users[order[r]][0] for r in readers]
+        if stops:
+            frees[max(stops)].append(value)
     return tuple(
-        Operation(kind=kind, index=index, waits=tuple(waits[place]), frees=tuple(frees[place]))
-        for place, (kind, index) in enumerate(order)
+        Operation(kind=kind, index=index, waits=(*earlier,), frees=(*values,))
+        for (kind, index), earlier, values in zip(order, waits, frees, strict=True)
     )
 
 

@@ -169,14 +169,12 @@ class ChunkPass:
         elif self.loss_scale is not None:
             self.kept_rows[index] = received[0], arrival
         outputs = call[1].detach()
-        if arrival is None:
-            return (outputs,)
-        return (weighted_partial_sums(outputs, *arrival),)
+        return (outputs if arrival is None else weighted_partial_sums(outputs, *arrival),)
 
     def recompute_segment(self, index: int) -> None:
         """Build the graph of an inner segment."""
         segment = self.segments[index]
-        _, _, routing = self._run_segment(index, segment)
+        *_, routing = self._run_segment(index, segment)
         if routing is not None:
             self._add_balance(segment, routing)
 
