@@ -17,7 +17,6 @@ from pith_engine.contract import ModelChunk, Role, declare
 from pith_engine.fsdp import (
     Unit,
     canonical_blocks,
-    chunk_bounds,
     cut_block,
     shard_axes,
     shard_chunks,
@@ -194,11 +193,16 @@ def test_replaced_gradient_is_refused():
         units[0].reduce()
 
 
-def test_chunk_bounds_are_torch_chunk():
-    for size in range(40):
+def test_shards_are_torch_chunk():
+    for size in range(1, 40):
         for num_ranks in range(1, 12):
-            bounds = [chunk_bounds(size, num_ranks, rank) for rank in range(num_ranks)]
-            expected = [len(c) for c in torch.arange(size).chunk(num_ranks)] if size else []
+            bounds = []
+            for rank in range(num_ranks):
+                mesh = Mesh.plan(MeshConfig(dp=num_ranks), rank)
+                norm = {"norm": declare((size,), Role.NORM)}
+                [p] = Unit("head", norm, mesh, torch.float32, CPU).parameters
+                bounds.append((p.offsets[0], p.offsets[0] + len(p.shard)))
+            expected = [len(c) for c in torch.arange(size).chunk(num_ranks)]
             sizes = [stop - start for start, stop in bounds]
             assert sizes == expected + [0] * (num_ranks - len(expected))
             assert all(a[1] == b[0] for a, b in pairwise(bounds))

@@ -61,8 +61,10 @@ def shard_batch(batch: Batch, cp: Axis) -> Batch:
         x.view(-1, num_blocks, length // num_blocks)[:, early : late + 1 : late - early].flatten()
         for x in (batch.tokens, batch.targets, batch.positions)
     )
-    local = {"tokens": tokens, "targets": targets, "positions": positions}
-    return replace(batch, sequence_length=length // cp.size, **local)
+    local = length // cp.size
+    return replace(
+        batch, tokens=tokens, targets=targets, positions=positions, sequence_length=local
+    )
 
 
 def context_attention(
@@ -262,9 +264,9 @@ def _hop(tensors: list[Tensor], cp: Axis) -> tuple[Exchange, list[Tensor]]:
     if cp.size == 1:
         return exchange([], [], cp), tensors
     arriving = [torch.empty_like(x) for x in tensors]
-    following, previous = (cp.rank + 1) % cp.size, (cp.rank - 1) % cp.size
-    sends = [(x, following) for x in tensors]
-    return exchange(sends, [(x, previous) for x in arriving], cp), arriving
+    sends = [(x, (cp.rank + 1) % cp.size) for x in tensors]
+    receives = [(x, (cp.rank - 1) % cp.size) for x in arriving]
+    return exchange(sends, receives, cp), arriving
 
 
 class _Halo(torch.autograd.Function):
@@ -307,7 +309,7 @@ def _exchange_halos(kv: Tensor, blocks: list[Tensor], call: _Call, *, home: bool
         peer = min(_blocks_of(earlier if block in own else block, cp))
         if target is not None:
             if source is None:
-                source = torch.empty_like(target)
+                source = target.new_empty(target.shape)
                 receives.append((source, peer))
             sums.append((target, source))
         elif source is not None:

@@ -20,7 +20,7 @@ gradients. The trap: `parameter.grad` must stay a view of `full_grads` (no `zero
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import prod
 
 import torch
@@ -183,7 +183,7 @@ def shard_axes(mesh: Mesh, sharding: ShardingConfig, *, is_expert: bool) -> tupl
     whole, part = (mesh.expert_data, mesh.cp) if is_expert else (mesh.data, mesh.dense_shards)
     if sharding.replicate_experts if is_expert else sharding.replicate_dense:
         return part, mesh.dp
-    return whole, Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
+    return whole, Mesh.single().world
 
 
 def shard_chunks(
@@ -249,12 +249,6 @@ def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Te
     return whole
 
 
-def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Start and stop of a rank's share, as in `torch.chunk`."""
-    share = -(-size // num_ranks)
-    return min(rank * share, size), min((rank + 1) * share, size)
-
-
 class _Slot:
     """Where one parameter lies in its unit's buffers.
 
@@ -265,11 +259,12 @@ class _Slot:
     def __init__(self, shape: tuple[int, ...], axis: Axis, column: int, empty: Tensor):
         self.shape, self.column, self.grad_start = shape, column, column * axis.size
         self.dim = 0 if shape[0] >= axis.size else len(shape) - 1
-        self.bounds = [chunk_bounds(shape[self.dim], axis.size, r) for r in range(axis.size)]
-        before, after = shape[: self.dim], shape[self.dim + 1 :]
-        start, stop = self.bounds[axis.rank]
-        self.block_shape = (*before, stop - start, *after)
-        self.width = self.bounds[0][1] * prod(before + after)
+        size, before, after = shape[self.dim], shape[: self.dim], shape[self.dim + 1 :]
+        share = -(-size // axis.size)
+        ends = [min(r * share, size) for r in range(axis.size + 1)]
+        self.bounds = list(pairwise(ends))
+        self.block_shape = (*before, ends[axis.rank + 1] - ends[axis.rank], *after)
+        self.width = share * prod(before + after)
         self.stop = column + -(-self.width // ALIGNMENT) * ALIGNMENT
         self.buffer = empty.new_full((axis.size * self.width,), torch.nan)
 

@@ -32,13 +32,6 @@ class ScheduleCosts:
     transfer: float = 0.0
     """Of an exchange, once all partners have started."""
 
-    def __post_init__(self):
-        if not len(self.forward) == len(self.backward_input) == len(self.weight):
-            raise ValueError(
-                f"forward, backward_input and weight have {len(self.forward)}, "
-                f"{len(self.backward_input)} and {len(self.weight)} values; each needs 2 * pp"
-            )
-
     def duration(self, slot: Slot) -> float:
         """How long a slot's actions run."""
         costs = {
@@ -70,8 +63,7 @@ class Timeline:
     @property
     def busy(self) -> tuple[float, ...]:
         """Of each rank."""
-        rows = zip(self.starts, self.ends, strict=True)
-        return tuple(sum(e - s for s, e in zip(*row, strict=True)) for row in rows)
+        return tuple(sum(e) - sum(s) for s, e in zip(self.starts, self.ends, strict=True))
 
     @property
     def bubble_fraction(self) -> float:
@@ -87,8 +79,9 @@ def unit_schedule_costs(pp: int) -> ScheduleCosts:
 
 def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
     """A ValueError for costs of other chunks, transfers that do not match, or a deadlock."""
-    if len(costs.forward) != 2 * len(table):
-        raise ValueError(f"costs hold {len(costs.forward)} chunks; {len(table)} ranks have twice")
+    counts = [len(cost) for cost in (costs.forward, costs.backward_input, costs.weight)]
+    if counts != [2 * len(table)] * 3:
+        raise ValueError(f"costs hold {counts} chunks; each needs 2 * pp = {2 * len(table)}")
     partners = meetings(table)
     after = {
         (rank, k): [(rank, k - 1), *partners[rank, k - 1]] if k else []
