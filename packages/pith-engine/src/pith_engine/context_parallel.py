@@ -138,8 +138,7 @@ class _Call:
             self.offsets = sequence_offsets(self.offsets, batch.num_sequences, self.length)
 
     def spans(self, rank: int) -> list[range]:
-        starts = [block * self.block for block in _blocks_of(rank, self.cp)]
-        return [range(start, start + self.block) for start in starts]
+        return [range(b * self.block, (b + 1) * self.block) for b in _blocks_of(rank, self.cp)]
 
     def visibility(
         self, queries: list[range], keys: list[range], causal: bool = True

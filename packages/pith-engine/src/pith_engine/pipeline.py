@@ -81,8 +81,7 @@ class Pipeline:
         if len(chunks) != 2:
             raise ValueError(f"a rank holds 2 chunks (V-shaped placement), got {len(chunks)}")
         raise_violations(balance.violations(), "expert balance")
-        self.mesh, self.balance = mesh, balance
-        self.recompute: Recompute = recompute
+        self.mesh, self.balance, self.recompute = mesh, balance, recompute
         self.chunks = {mesh.pp.rank: chunks[0], 2 * mesh.pp.size - 1 - mesh.pp.rank: chunks[1]}
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self.streams = communication_streams(device)
