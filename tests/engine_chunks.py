@@ -33,9 +33,9 @@ class DeclaredLayer(nn.Module):
 
 def declared_chunks(mesh, num_experts=8, layers=(0, 1)) -> list[ModelChunk]:
     """First chunk with the embedding and the first layer, last chunk with the rest and the head."""
-    first = ModelChunk(is_first=True, is_last=False)
+    first = ModelChunk(is_last=False)
     first.embedding = declare((VOCABULARY, HIDDEN), Role.EMBEDDING, std=1.0)
-    last = ModelChunk(is_first=False, is_last=True)
+    last = ModelChunk(is_last=True)
     for index, layer in enumerate(layers):
         chunk = last if index else first
         chunk.layers[str(layer)] = DeclaredLayer(num_experts, mesh.ep.size)

@@ -44,7 +44,7 @@ def _before(operations: tuple[Operation, ...]) -> list[set[int]]:
             if not 0 <= wait < place or operations[wait].kind.stream is stream:
                 raise ValueError(
                     f"operation {place} waits for position {wait}; allowed are earlier positions "
-                    f"on other streams than {stream.value}"
+                    f"on other streams than {stream.name}"
                 )
         direct = {*operation.waits, *([last[stream]] if stream in last else [])}
         before.append(direct.union(*(before[source] for source in direct)))
@@ -81,4 +81,4 @@ def _check_frees(
 
 
 def _name(value: Value) -> str:
-    return f"{value[0].value} {value[1]}"
+    return f"{value[0].name.lower().replace('_', ' ')} {value[1]}"

@@ -75,7 +75,7 @@ class ToyLayer(nn.Module):
 
 class ToyChunk(ModelChunk):
     def __init__(self, layers, *, is_first, is_last, ep=1, dense=(), biased=()):
-        super().__init__(is_first=is_first, is_last=is_last)
+        super().__init__(is_last=is_last)
         for number in layers:
             local = 0 if number in dense else EXPERTS // ep
             self.layers[str(number)] = ToyLayer(local, has_bias=number in biased)

@@ -29,7 +29,8 @@ from pith_engine.context_parallel import shard_batch
 from pith_engine.contract import IGNORED_TARGET
 from pith_engine.gradients import count_targets
 from pith_engine.mesh import Mesh, MeshConfig
-from pith_engine.stages import ChunkPass
+from pith_engine.overlap import Operation, OperationKind
+from pith_engine.stages import ChunkPass, Rows
 from pith_ops.attention import attention_backward, attention_forward
 from tiny_run import tiny_dense_run, tiny_run
 from torch.nn.functional import embedding
@@ -164,12 +165,14 @@ def counts_not_summed_over_cp() -> Iterator[None]:
 def segments_not_rebuilt() -> Iterator[None]:
     """The recomputed graph of a segment lacks its balance root."""
 
-    def without(self: ChunkPass, index: int) -> None:
-        original(self, index)
-        del self.segments[index].roots[3:]
+    def without(self: ChunkPass, operation: Operation, arrived: Rows) -> Rows:
+        made = original(self, operation, arrived)
+        if operation.kind is OperationKind.RECOMPUTE_SEGMENT:
+            del self.segments[operation.index].roots[3:]
+        return made
 
-    original = ChunkPass.recompute_segment
-    with patch.object(ChunkPass, "recompute_segment", without):
+    original = ChunkPass.run
+    with patch.object(ChunkPass, "run", without):
         yield
 
 

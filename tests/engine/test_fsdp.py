@@ -17,7 +17,6 @@ from pith_engine.contract import ModelChunk, Role, declare
 from pith_engine.fsdp import (
     Unit,
     canonical_blocks,
-    chunk_bounds,
     cut_block,
     shard_axes,
     shard_chunks,
@@ -139,7 +138,7 @@ def test_gather_gives_the_whole_and_reduce_sums_over_the_axis(gloo_pool, dtype):
 def backward_calls(dtype):
     """Several backward passes through a linear layer, and a late gradient added by hand."""
     mesh = Mesh.single()
-    chunk = ModelChunk(is_first=False, is_last=True)
+    chunk = ModelChunk(is_last=True)
     chunk.weight = declare((5, 7), Role.MATRIX, std=1.0)
     [unit] = shard_chunks([chunk], mesh, compute_dtype=dtype, device=CPU)
     [parameter] = unit.parameters
@@ -194,11 +193,16 @@ def test_replaced_gradient_is_refused():
         units[0].reduce()
 
 
-def test_chunk_bounds_are_torch_chunk():
-    for size in range(40):
+def test_shards_are_torch_chunk():
+    for size in range(1, 40):
         for num_ranks in range(1, 12):
-            bounds = [chunk_bounds(size, num_ranks, rank) for rank in range(num_ranks)]
-            expected = [len(c) for c in torch.arange(size).chunk(num_ranks)] if size else []
+            bounds = []
+            for rank in range(num_ranks):
+                mesh = Mesh.plan(MeshConfig(dp=num_ranks), rank)
+                norm = {"norm": declare((size,), Role.NORM)}
+                [p] = Unit("head", norm, mesh, torch.float32, CPU).parameters
+                bounds.append((p.offsets[0], p.offsets[0] + len(p.shard)))
+            expected = [len(c) for c in torch.arange(size).chunk(num_ranks)]
             sizes = [stop - start for start, stop in bounds]
             assert sizes == expected + [0] * (num_ranks - len(expected))
             assert all(a[1] == b[0] for a, b in pairwise(bounds))
@@ -327,7 +331,7 @@ def test_on_the_meta_device_nothing_is_allocated():
 
 def test_undeclared_parameters_are_refused():
     mesh = Mesh.single()
-    chunk = ModelChunk(is_first=True, is_last=False)
+    chunk = ModelChunk(is_last=False)
     chunk.weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(ValueError, match=r"weight: every parameter comes from declare"):
         shard_chunks([chunk], mesh, compute_dtype=torch.float32, device=CPU)
@@ -347,8 +351,8 @@ def test_undeclared_parameters_are_refused():
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_a_parameter_of_two_names_is_one_whose_gradient_sums_both_uses(num_chunks, dtype):
     """Each use has a backward of its own, as chunks have; then both in one backward."""
-    first = ModelChunk(is_first=True, is_last=num_chunks == 1)
-    last = first if num_chunks == 1 else ModelChunk(is_first=False, is_last=True)
+    first = ModelChunk(is_last=num_chunks == 1)
+    last = first if num_chunks == 1 else ModelChunk(is_last=True)
     first.embedding = declare((13, 5), Role.EMBEDDING, std=0.1)
     last.head = first.embedding
     last.final_norm = declare((5,), Role.NORM)

@@ -50,7 +50,7 @@ class OddLayer(nn.Module):
 
 def odd_parameters(mesh, dtype=torch.float64):
     """Parameters of two such layers, embedding and head, filled with initial values."""
-    chunk = ModelChunk(is_first=True, is_last=True)
+    chunk = ModelChunk(is_last=True)
     chunk.embedding = declare((13, 8), Role.EMBEDDING, std=1.0)
     for layer in ("0", "1"):
         chunk.layers[layer] = OddLayer(mesh.ep.size)
@@ -158,7 +158,7 @@ def test_a_fault_does_not_pass(monkeypatch, fault):
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (33, 1)])
 def test_equals_torch_in_bf16(shape):
     """torch's Muon iterates in bf16, as ours does for a bf16 model; weights stay fp32."""
-    chunk = ModelChunk(is_first=False, is_last=True)
+    chunk = ModelChunk(is_last=True)
     chunk.layers["0"] = nn.Module()
     chunk.layers["0"].weight = declare(shape, Role.MATRIX, std=0.3)
     units = shard_chunks([chunk], Mesh.single(), compute_dtype=torch.bfloat16, device=CPU)

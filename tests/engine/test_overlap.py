@@ -18,7 +18,7 @@ COMMUNICATIONS = (
 
 
 def names(operations: tuple[Operation, ...]) -> list[tuple[str, int]]:
-    return [(operation.kind.value, operation.index) for operation in operations]
+    return [(o.kind.name.lower().replace("_", " "), o.index) for o in operations]
 
 
 @pytest.mark.parametrize("recompute", get_args(Recompute))
@@ -91,8 +91,8 @@ def test_every_all_to_all_runs_under_compute_of_the_other_side(num_layers):
             for p, o in enumerate(operations)
             if max(operation.waits) < p < reader and o.kind.stream is Stream.COMPUTE
         ]
-        side = operation.kind.value.split()[0]
-        assert any(not o.kind.value.startswith(side) for o in between), (place, operation)
+        side = operation.kind.name.split("_")[0]
+        assert any(not o.kind.name.startswith(side) for o in between), (place, operation)
 
 
 def test_forward_combine_is_launched_before_the_backward_segment():
@@ -107,7 +107,7 @@ def test_streams():
         communicates = operation.kind in COMMUNICATIONS
         assert (operation.kind.stream is not Stream.COMPUTE) == communicates
         if communicates:
-            assert operation.kind.stream.value.split()[0] == operation.kind.value.split()[0]
+            assert operation.kind.stream.name.split("_")[0] == operation.kind.name.split("_")[0]
 
 
 def test_results_stay():

@@ -116,7 +116,7 @@ def test_overlap_hides_time():
 
 
 def test_wrong_costs_are_refused():
-    with pytest.raises(ValueError, match="costs hold 4 chunks; 4 ranks"):
+    with pytest.raises(ValueError, match=r"costs hold \[4, 4, 4\] chunks; each needs 2 \* pp = 8"):
         simulate(dualpipev(4, 8), unit_schedule_costs(2))
-    with pytest.raises(ValueError, match="have 2, 2 and 1 values"):
-        ScheduleCosts(forward=(1, 1), backward_input=(1, 1), weight=(1,))
+    with pytest.raises(ValueError, match=r"costs hold \[2, 2, 1\] chunks"):
+        simulate(forward_only(1, 1), replace(unit_schedule_costs(1), weight=(1,)))

@@ -38,6 +38,7 @@ def open_pass(chunk, batch, hidden=None, recompute="none", loss_scale=SCALE):
         balance=BALANCE,
         loss_scale=loss_scale,
         recompute=recompute,
+        previous_counts={},
     )
 
 

@@ -139,7 +139,7 @@ def test_a_tied_model_has_one_tensor_for_both_ends(layers: tuple[int, ...]):
             layers,
             attention_backend=AttentionBackend.REFERENCE,
         )
-        assert (first.is_first, last.is_last) == (rank == 0, rank == 0)
+        assert (hasattr(first, "embedding"), last.is_last) == (rank == 0, rank == 0)
         if rank == 0:
             assert last.get_parameter("head") is first.get_parameter("embedding")
     names = [tensor.name for tensor in canonical_tensors(tied)]
@@ -160,7 +160,7 @@ def test_v_shape_gives_rank_the_ends():
         (1, 2, 2, 1),
         attention_backend=AttentionBackend.REFERENCE,
     )
-    assert first.is_first and last.is_last
+    assert hasattr(first, "embedding") and last.is_last
     assert [*first.layers, *last.layers] == ["0", "5"]
 
 

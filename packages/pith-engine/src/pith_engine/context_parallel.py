@@ -22,6 +22,7 @@ The trap: all ranks of the axis must issue these exchanges in one order.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from pith_ops.attention import (
 from pith_ops.device import accumulation_dtype
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from pith_engine.contract import Batch
 from pith_engine.mesh import Axis
@@ -59,8 +61,10 @@ def shard_batch(batch: Batch, cp: Axis) -> Batch:
         x.view(-1, num_blocks, length // num_blocks)[:, early : late + 1 : late - early].flatten()
         for x in (batch.tokens, batch.targets, batch.positions)
     )
-    local = {"tokens": tokens, "targets": targets, "positions": positions}
-    return replace(batch, sequence_length=length // cp.size, **local)
+    local = length // cp.size
+    return replace(
+        batch, tokens=tokens, targets=targets, positions=positions, sequence_length=local
+    )
 
 
 def context_attention(
@@ -80,8 +84,7 @@ def context_attention(
     `query [T, Hq, D]`, `key [T, Hkv, D]`, `value [T, Hkv, Dv]` -> `[T, Hq, Dv]`; a query sees the
     `window` keys up to its own (None, 0: all); scale and sinks as in `attention`.
     """
-    sequences = (batch.num_sequences, batch.sequence_length)
-    query, key, value = (x.unflatten(0, sequences) for x in (query, key, value))
+    query, key, value = (x.unflatten(0, (-1, batch.sequence_length)) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     call = _Call(batch, cp, window, scale=scale, backend=backend)
     if cp.size == 1:
@@ -118,10 +121,9 @@ def latent_attention(
 
     `query [T, Hq, Dn + Dr]`, the others of `expand_latent` with T for B, K -> `[T, Hq, Dv]`.
     """
-    sequences = (batch.num_sequences, batch.sequence_length)
-    query, latent, rotary_key = (x.unflatten(0, sequences) for x in (query, latent, rotary_key))
+    tensors = [x.unflatten(0, (-1, batch.sequence_length)) for x in (query, latent, rotary_key)]
     call = _Call(batch, cp, None, scale=scale, backend=backend)
-    return _Ring.apply(query, latent, rotary_key, kv_b, None, call).flatten(0, 1)
+    return _Ring.apply(*tensors, kv_b, None, call).flatten(0, 1)
 
 
 class _Call:
@@ -136,8 +138,7 @@ class _Call:
             self.offsets = sequence_offsets(self.offsets, batch.num_sequences, self.length)
 
     def spans(self, rank: int) -> list[range]:
-        starts = [block * self.block for block in _blocks_of(rank, self.cp)]
-        return [range(start, start + self.block) for start in starts]
+        return [range(b * self.block, (b + 1) * self.block) for b in _blocks_of(rank, self.cp)]
 
     def visibility(
         self, queries: list[range], keys: list[range], causal: bool = True
@@ -262,9 +263,9 @@ def _hop(tensors: list[Tensor], cp: Axis) -> tuple[Exchange, list[Tensor]]:
     if cp.size == 1:
         return exchange([], [], cp), tensors
     arriving = [torch.empty_like(x) for x in tensors]
-    following, previous = (cp.rank + 1) % cp.size, (cp.rank - 1) % cp.size
-    sends = [(x, following) for x in tensors]
-    return exchange(sends, [(x, previous) for x in arriving], cp), arriving
+    sends = [(x, (cp.rank + 1) % cp.size) for x in tensors]
+    receives = [(x, (cp.rank - 1) % cp.size) for x in arriving]
+    return exchange(sends, receives, cp), arriving
 
 
 class _Halo(torch.autograd.Function):
@@ -272,10 +273,10 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kv: Tensor, call: _Call) -> tuple[Tensor, ...]:
-        blocks = []
-        for span, block in zip(call.spans(call.cp.rank), kv.split(call.block, 1), strict=True):
-            halo = kv.new_zeros(len(kv), call.reach(span.start), *kv.shape[2:])
-            blocks.append(torch.cat([halo, block], 1))
+        blocks = [
+            pad(block, (0, 0, 0, 0, call.reach(span.start), 0))
+            for span, block in zip(call.spans(call.cp.rank), kv.split(call.block, 1), strict=True)
+        ]
         _exchange_halos(kv, blocks, call, home=False)
         ctx.call = call
         return tuple(blocks)
@@ -293,26 +294,25 @@ def _exchange_halos(kv: Tensor, blocks: list[Tensor], call: _Call, *, home: bool
     """Add rows of `kv` to halos of later blocks, or (`home`) halos to their rows."""
     cp, size = call.cp, call.block
     own, sends, receives, sums = _blocks_of(cp.rank, cp), [], [], []
-    for block in range(2 * cp.size):
-        for earlier in range(block):
-            end = call.reach(block * size) - (block - 1 - earlier) * size  # its end in the halo
-            if end <= 0:
-                continue
-            count, here, there = min(end, size), None, None
-            if earlier in own:
-                last = (own.index(earlier) + 1) * size
-                here = kv[:, last - count : last]
-            if block in own:
-                there = blocks[own.index(block)][:, end - count : end]
-            source, target = (there, here) if home else (here, there)
-            peer = min(_blocks_of(earlier if block in own else block, cp))
-            if target is not None:
-                if source is None:
-                    source = target.new_empty(target.shape)
-                    receives.append((source, peer))
-                sums.append((target, source))
-            elif source is not None:
-                sends.append((source.contiguous(), peer))
+    for earlier, block in combinations(range(2 * cp.size), 2):
+        end = call.reach(block * size) - (block - 1 - earlier) * size  # its end in the halo
+        if end <= 0:
+            continue
+        count, here, there = min(end, size), None, None
+        if earlier in own:
+            last = (own.index(earlier) + 1) * size
+            here = kv[:, last - count : last]
+        if block in own:
+            there = blocks[own.index(block)][:, end - count : end]
+        source, target = (there, here) if home else (here, there)
+        peer = min(_blocks_of(earlier if block in own else block, cp))
+        if target is not None:
+            if source is None:
+                source = target.new_empty(target.shape)
+                receives.append((source, peer))
+            sums.append((target, source))
+        elif source is not None:
+            sends.append((source.contiguous(), peer))
     exchange(sends, receives, cp).wait_sends()
     for target, source in sums:
         target += source

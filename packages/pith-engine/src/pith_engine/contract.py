@@ -54,8 +54,7 @@ class Role(Enum):
     @property
     def keeps_fp32(self) -> bool:
         """Whether the gathered copy stays in the master dtype."""
-        biases = (Role.BIAS, Role.EXPERT_BIAS, Role.BALANCE_BIAS)
-        return self in (Role.ROUTER, Role.SINK, *biases)
+        return self in (Role.ROUTER, Role.SINK, Role.BIAS, Role.EXPERT_BIAS, Role.BALANCE_BIAS)
 
     @property
     def is_trained(self) -> bool:
@@ -157,9 +156,9 @@ class DecoderLayer(Protocol):
 class ModelChunk(nn.Module):
     """Consecutive layers, the embedding if first, the head if last."""
 
-    def __init__(self, *, is_first: bool, is_last: bool):
+    def __init__(self, *, is_last: bool):
         super().__init__()
-        self.is_first, self.is_last = is_first, is_last
+        self.is_last = is_last
         self.layers = nn.ModuleDict()
 
     def decoder_layers(self) -> dict[int, DecoderLayer]:

@@ -20,7 +20,7 @@ gradients. The trap: `parameter.grad` must stay a view of `full_grads` (no `zero
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import prod
 
 import torch
@@ -99,8 +99,7 @@ class Unit:
         device: torch.device,
         sharding: ShardingConfig = ShardingConfig(),
     ):
-        self.name = name
-        master = accumulation_dtype(compute_dtype)
+        self.name, master = name, accumulation_dtype(compute_dtype)
         is_expert = any(declaration.role.is_expert for declaration in declared.values())
         self._axis, self._replicas = shard_axes(mesh, sharding, is_expert=is_expert)
         order = sorted(declared.items(), key=lambda item: item[1].role.keeps_fp32)  # by dtype
@@ -184,7 +183,7 @@ def shard_axes(mesh: Mesh, sharding: ShardingConfig, *, is_expert: bool) -> tupl
     whole, part = (mesh.expert_data, mesh.cp) if is_expert else (mesh.data, mesh.dense_shards)
     if sharding.replicate_experts if is_expert else sharding.replicate_dense:
         return part, mesh.dp
-    return whole, Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
+    return whole, Mesh.single().world
 
 
 def shard_chunks(
@@ -232,17 +231,14 @@ def canonical_blocks(parameter: ShardedParameter, tensor: Tensor) -> Iterator[Ca
     dim = max(len(shape) - 2, 0)
     rows = shape[dim] // len(parts)
     assert rows * len(parts) == shape[dim], f"{parameter.name}: parts of equal size"
-    start = offsets[dim]
     for index, part in enumerate(parts):
-        lowest, highest = index * rows, (index + 1) * rows
-        first = min(max(start, lowest), highest)
-        stop = max(first, min(start + tensor.shape[dim], highest))
-        begin = first - start if stop > first else 0
+        begin = index * rows - offsets[dim]  # of the part, in rows of the tensor
+        first, stop = (min(max(end, 0), tensor.shape[dim]) for end in (begin, begin + rows))
         yield CanonicalBlock(
             name=".".join([*prefix, part]),
-            tensor=tensor.narrow(dim, begin, stop - first),
+            tensor=tensor.narrow(dim, first, stop - first),
             global_shape=(*shape[:dim], rows, *shape[dim + 1 :]),
-            offsets=(*offsets[:dim], first - lowest, *offsets[dim + 1 :]),
+            offsets=(*offsets[:dim], min(max(-begin, 0), rows), *offsets[dim + 1 :]),
         )
 
 
@@ -251,12 +247,6 @@ def cut_block(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Te
     for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
         whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
     return whole
-
-
-def chunk_bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Start and stop of a rank's share, as in `torch.chunk`."""
-    share = -(-size // num_ranks)
-    return min(rank * share, size), min((rank + 1) * share, size)
 
 
 class _Slot:
@@ -269,11 +259,12 @@ class _Slot:
     def __init__(self, shape: tuple[int, ...], axis: Axis, column: int, empty: Tensor):
         self.shape, self.column, self.grad_start = shape, column, column * axis.size
         self.dim = 0 if shape[0] >= axis.size else len(shape) - 1
-        self.bounds = [chunk_bounds(shape[self.dim], axis.size, r) for r in range(axis.size)]
-        before, after = shape[: self.dim], shape[self.dim + 1 :]
-        start, stop = self.bounds[axis.rank]
-        self.block_shape = (*before, stop - start, *after)
-        self.width = self.bounds[0][1] * prod(before + after)
+        size, before, after = shape[self.dim], shape[: self.dim], shape[self.dim + 1 :]
+        share = -(-size // axis.size)
+        ends = [min(r * share, size) for r in range(axis.size + 1)]
+        self.bounds = list(pairwise(ends))
+        self.block_shape = (*before, ends[axis.rank + 1] - ends[axis.rank], *after)
+        self.width = share * prod(before + after)
         self.stop = column + -(-self.width // ALIGNMENT) * ALIGNMENT
         self.buffer = empty.new_full((axis.size * self.width,), torch.nan)
 

@@ -26,7 +26,7 @@ RECOMPUTE EXPERTS, before 4, for which 6 waits; in 5, 6 could overwrite them.
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 from functools import cache
 from itertools import product
 from typing import Literal
@@ -38,35 +38,35 @@ Recompute = Literal["none", "experts", "attention+experts"]
 class Stream(Enum):
     """Where operations run, each stream in the order of the list."""
 
-    COMPUTE = "compute"
-    FORWARD_COMM = "forward communication"
-    BACKWARD_COMM = "backward communication"
+    COMPUTE = auto()
+    FORWARD_COMM = auto()
+    BACKWARD_COMM = auto()
 
 
 class OperationKind(Enum):
     """What an operation does, in the order of an iteration."""
 
-    FORWARD_COMBINE = "forward combine"
-    RECOMPUTE_SEGMENT = "recompute segment"
-    BACKWARD_SEGMENT = "backward segment"
-    BACKWARD_COMBINE = "backward combine"
-    RECOMPUTE_EXPERTS = "recompute experts"
-    FORWARD_SEGMENT = "forward segment"
-    BACKWARD_EXPERTS = "backward experts"
-    FORWARD_DISPATCH = "forward dispatch"
-    BACKWARD_DISPATCH = "backward dispatch"
-    BACKWARD_WEIGHT = "backward weight"
-    FORWARD_EXPERTS = "forward experts"
+    FORWARD_COMBINE = auto()
+    RECOMPUTE_SEGMENT = auto()
+    BACKWARD_SEGMENT = auto()
+    BACKWARD_COMBINE = auto()
+    RECOMPUTE_EXPERTS = auto()
+    FORWARD_SEGMENT = auto()
+    BACKWARD_EXPERTS = auto()
+    FORWARD_DISPATCH = auto()
+    BACKWARD_DISPATCH = auto()
+    BACKWARD_WEIGHT = auto()
+    FORWARD_EXPERTS = auto()
 
     @property
     def is_forward(self) -> bool:
         """Whether of the micro-batch that runs forward."""
-        return self.value.startswith("forward")
+        return self.name.startswith("FORWARD")
 
     @property
     def stream(self) -> Stream:
         """Where it runs."""
-        if not self.value.endswith(("combine", "dispatch")):
+        if not self.name.endswith(("COMBINE", "DISPATCH")):
             return Stream.COMPUTE
         return Stream.FORWARD_COMM if self.is_forward else Stream.BACKWARD_COMM
 
@@ -146,14 +146,12 @@ def interleave(
             if order[reader][0].stream is not value[0].stream:
                 waits[reader].append(place)
         # Dropped by the first compute after every use: a reader there, or what waits for a reader.
-        at_compute = [
-            r if order[r][0].stream is Stream.COMPUTE else users[order[r]][0] for r in readers
-        ]
-        if readers:
-            frees[max(at_compute)].append(value)
+        stops = [r if order[r][0].stream is Stream.COMPUTE else users[order[r]][0] for r in readers]
+        if stops:
+            frees[max(stops)].append(value)
     return tuple(
-        Operation(kind=kind, index=index, waits=tuple(waits[place]), frees=tuple(frees[place]))
-        for place, (kind, index) in enumerate(order)
+        Operation(kind=kind, index=index, waits=(*earlier,), frees=(*values,))
+        for (kind, index), earlier, values in zip(order, waits, frees, strict=True)
     )
 
 
@@ -184,6 +182,5 @@ def output_users(order: list[Value]) -> dict[Value, list[int]]:
     users: dict[Value, list[int]] = {value: [] for value in order}
     for place, (kind, index) in enumerate(order):
         for source, offset in READS.get(kind, ()):
-            if (source, index + offset) in users:
-                users[source, index + offset].append(place)
+            users.get((source, index + offset), []).append(place)
     return users

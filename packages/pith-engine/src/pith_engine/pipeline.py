@@ -81,8 +81,7 @@ class Pipeline:
         if len(chunks) != 2:
             raise ValueError(f"a rank holds 2 chunks (V-shaped placement), got {len(chunks)}")
         raise_violations(balance.violations(), "expert balance")
-        self.mesh, self.balance = mesh, balance
-        self.recompute: Recompute = recompute
+        self.mesh, self.balance, self.recompute = mesh, balance, recompute
         self.chunks = {mesh.pp.rank: chunks[0], 2 * mesh.pp.size - 1 - mesh.pp.rank: chunks[1]}
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self.streams = communication_streams(device)
@@ -171,19 +170,18 @@ class _Step:
 
     def _exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         pipeline, arriving = self.pipeline, []
+        leaving = [(self.parcels.pop(t.output).contiguous(), t.peer) for t in sends]
         for t in receives:
             size = (self.batches[t.output[2]].tokens.numel(), pipeline.hidden_size)
             hidden = torch.empty(size, dtype=pipeline.dtype, device=pipeline.device)
+            self.parcels[t.output] = hidden
             arriving.append((hidden, t.peer))
-        leaving = [(self.parcels.pop(t.output).contiguous(), t.peer) for t in sends]
         started = exchange(leaving, arriving, pipeline.mesh.pp)
         if receives:
             started.wait_receives()
             # Exchanges run one after the other: the earlier ones are over.
             self._drop_sent()
         self.started.append(started)
-        for t, (hidden, _) in zip(receives, arriving, strict=True):
-            self.parcels[t.output] = hidden
 
     def _drop_sent(self) -> None:
         for earlier in self.started:
@@ -218,12 +216,9 @@ class _Step:
                     backward.output_grad = inputs.pop(TransferKind.GRADIENT, None)
                     if action.kind is ActionKind.BACKWARD_INPUT:
                         self.deferred[place] = backward.weight_grads
-        operations = interleave(
-            None if forward is None else len(forward.layers),
-            None if backward is None else len(backward.layers),
-            defer_weights=actions[0].kind is ActionKind.BACKWARD_INPUT,
-            recompute=pipeline.recompute,
-        )
+        sizes = [None if side is None else len(side.layers) for side in (forward, backward)]
+        defer = actions[0].kind is ActionKind.BACKWARD_INPUT
+        operations = interleave(*sizes, defer_weights=defer, recompute=pipeline.recompute)
         run_operations(operations, forward, backward, pipeline.streams)
         made = []
         if forward is not None:

@@ -125,21 +125,19 @@ def forward_only(pp: int, num_micro_batches: int) -> ScheduleTable:
     """
     if pp < 1 or num_micro_batches < 1:
         raise ValueError(f"pp is {pp}, num_micro_batches {num_micro_batches}; both must be >= 1")
-    rows = []
-    for rank in range(pp):
-        chunks = (rank, 2 * pp - 1 - rank)
-        times = sorted((c + 2 * m, c, m) for c in chunks for m in range(num_micro_batches))
-        forward = ActionKind.FORWARD
-        rows.append([(Action(kind=forward, chunk=c, micro_batch=m),) for _, c, m in times])
+    times = sorted((c + 2 * m, c, m) for c in range(2 * pp) for m in range(num_micro_batches))
+    rows: list[list[tuple[Action, ...]]] = [[] for _ in range(pp)]
+    for _, c, m in times:
+        action = Action(kind=ActionKind.FORWARD, chunk=c, micro_batch=m)
+        rows[chunk_rank(c, pp)].append((action,))
     return _with_transfers(rows)
 
 
 def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[tuple[Action, ...]]:
     """A rank's order; F0, B1 ...: its first and second chunk."""
-    f0, f1 = ((ActionKind.FORWARD, chunk) for chunk in (rank, 2 * pp - 1 - rank))
-    b0, b1 = ((ActionKind.BACKWARD, chunk) for _, chunk in (f0, f1))
-    i0, i1 = ((ActionKind.BACKWARD_INPUT, chunk) for _, chunk in (f0, f1))
-    w = (ActionKind.WEIGHT, rank)  # of whatever was deferred first
+    chunks = (rank, 2 * pp - 1 - rank)
+    # w: of whatever was deferred first.
+    (f0, f1), (b0, b1), (i0, i1), (w, _) = ([(kind, c) for c in chunks] for kind in ActionKind)
     to_turn = pp - 1 - rank  # ranks between this one and the turn of the V
     # 1. Fill the first chunks.
     steps: list[tuple[tuple[ActionKind, int], ...]] = [(f0,)] * (2 * to_turn)
@@ -161,8 +159,7 @@ def _dualpipev_actions(pp: int, rank: int, num_micro_batches: int) -> list[tuple
     steps += [(w,), (i0,)] * to_turn
     # 8. The weight gradients left.
     steps += [(w,)] * (rank + 1)
-    numbers = defaultdict(count)
-    deferred: deque[tuple[int, int]] = deque()
+    numbers, deferred = defaultdict(count), deque[tuple[int, int]]()
 
     def numbered(kind: ActionKind, chunk: int) -> Action:
         if kind is ActionKind.WEIGHT:
@@ -199,10 +196,8 @@ def _with_transfers(rows: Sequence[Sequence[tuple[Action, ...]]]) -> ScheduleTab
             meets = bisect_left(starts[target], ends[place])
             sends[place].append(Transfer(output=output, peer=target))
             receives[target, meets].append(Transfer(output=output, peer=source))
-    return tuple(
-        tuple(
-            Slot(actions=actions, receives=tuple(receives[rank, k]), sends=tuple(sends[rank, k]))
-            for k, actions in enumerate(row)
-        )
-        for rank, row in enumerate(rows)
-    )
+    table: list[list[Slot]] = [[] for _ in rows]
+    for place, actions in slots.items():
+        slot = Slot(actions=actions, receives=(*receives[place],), sends=(*sends[place],))
+        table[place[0]].append(slot)
+    return tuple(map(tuple, table))

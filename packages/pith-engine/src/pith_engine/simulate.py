@@ -32,13 +32,6 @@ class ScheduleCosts:
     transfer: float = 0.0
     """Of an exchange, once all partners have started."""
 
-    def __post_init__(self):
-        if not len(self.forward) == len(self.backward_input) == len(self.weight):
-            raise ValueError(
-                f"forward, backward_input and weight have {len(self.forward)}, "
-                f"{len(self.backward_input)} and {len(self.weight)} values; each needs 2 * pp"
-            )
-
     def duration(self, slot: Slot) -> float:
         """How long a slot's actions run."""
         costs = {
@@ -70,8 +63,7 @@ class Timeline:
     @property
     def busy(self) -> tuple[float, ...]:
         """Of each rank."""
-        rows = zip(self.starts, self.ends, strict=True)
-        return tuple(sum(e - s for s, e in zip(*row, strict=True)) for row in rows)
+        return tuple(sum(e) - sum(s) for s, e in zip(self.starts, self.ends, strict=True))
 
     @property
     def bubble_fraction(self) -> float:
@@ -87,11 +79,15 @@ def unit_schedule_costs(pp: int) -> ScheduleCosts:
 
 def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
     """A ValueError for costs of other chunks, transfers that do not match, or a deadlock."""
-    if len(costs.forward) != 2 * len(table):
-        raise ValueError(f"costs hold {len(costs.forward)} chunks; {len(table)} ranks have twice")
+    counts = [len(cost) for cost in (costs.forward, costs.backward_input, costs.weight)]
+    if counts != [2 * len(table)] * 3:
+        raise ValueError(f"costs hold {counts} chunks; each needs 2 * pp = {2 * len(table)}")
     partners = meetings(table)
-    places = [(rank, k) for rank, row in enumerate(table) for k in range(len(row) + 1)]
-    after = {(rank, k): [(rank, k - 1), *partners[rank, k - 1]] if k else [] for rank, k in places}
+    after = {
+        (rank, k): [(rank, k - 1), *partners[rank, k - 1]] if k else []
+        for rank, row in enumerate(table)
+        for k in range(len(row) + 1)
+    }
     try:
         order = list(TopologicalSorter(after).static_order())
     except CycleError as error:
@@ -123,16 +119,16 @@ def simulate(table: ScheduleTable, costs: ScheduleCosts) -> Timeline:
 
 def meetings(table: ScheduleTable) -> defaultdict[Place, list[Place]]:
     """Exchange -> those at the other ends of its transfers; ValueError if one has none."""
-    sent_received: defaultdict[tuple[int, int], tuple[list, list]] = defaultdict(lambda: ([], []))
+    sent, received = defaultdict(list), defaultdict(list)
     for rank, row in enumerate(table):
         for k, slot in enumerate(row):
             for t in slot.sends:
-                sent_received[rank, t.peer][0].append((k + 1, t.output))
+                sent[rank, t.peer].append((k + 1, t.output))
             for t in slot.receives:
-                sent_received[t.peer, rank][1].append((k, t.output))
+                received[t.peer, rank].append((k, t.output))
     partners: defaultdict[Place, list[Place]] = defaultdict(list)
-    for (source, target), in_order in sorted(sent_received.items()):
-        for send, receive in zip_longest(*in_order):
+    for source, target in sorted({*sent, *received}):
+        for send, receive in zip_longest(sent[source, target], received[source, target]):
             if send is None or receive is None or send[1] != receive[1]:
                 raise ValueError(
                     f"transfers from rank {source} to rank {target} do not match in order: "

@@ -17,7 +17,7 @@ recomputation no tensor that communication made may be kept past it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from pith_ops.dispatch import (
@@ -46,6 +46,9 @@ from pith_engine.expert_parallel import (
 from pith_engine.mesh import Mesh
 from pith_engine.overlap import READS, Operation, OperationKind, Recompute, Stream, Value
 
+Rows = tuple[Tensor, ...]
+"""What an operation hands on; metadata second."""
+
 
 @dataclass(kw_only=True)
 class Segment:
@@ -53,7 +56,7 @@ class Segment:
 
     leaves: list[Tensor]
     """Combined and residual `[T, H]`; of segment 0 the chunk's input, if any."""
-    roots: list[GradientEdge | None] = field(default_factory=list)
+    roots: list[GradientEdge | None]
     """Tokens, residual and, with routing, weights and balance; at the end output or loss. None
     where no gradient goes; edges keep no value alive."""
     route: Route | None = None
@@ -86,8 +89,8 @@ class ChunkPass:
     balance: BalanceConfig
     loss_scale: Tensor | None
     """1 / (global target count); None for evaluation, which keeps no graph."""
-    recompute: Recompute = "none"
-    previous_counts: Mapping[int, Tensor] = field(default_factory=dict)
+    recompute: Recompute
+    previous_counts: Mapping[int, Tensor]
     """As in `Pipeline.expert_counts`."""
 
     def __post_init__(self):
@@ -109,7 +112,31 @@ class ChunkPass:
         """Or of the residual, for the next backward segment."""
         self.input_grad: Tensor | None = None
 
-    def forward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def run(self, operation: Operation, arrived: Rows) -> Rows:
+        """One operation; recomputation builds a graph again."""
+        index = operation.index
+        match operation.kind:
+            case OperationKind.FORWARD_SEGMENT:
+                return self.forward_segment(index, arrived)
+            case OperationKind.FORWARD_EXPERTS:
+                return self.forward_experts(index, arrived)
+            case OperationKind.BACKWARD_SEGMENT:
+                return self.backward_segment(index, arrived)
+            case OperationKind.BACKWARD_EXPERTS:
+                return self.backward_experts(index, arrived)
+            case OperationKind.BACKWARD_WEIGHT:
+                self.weight_grads.flush()
+            case OperationKind.RECOMPUTE_SEGMENT:
+                *_, routing = self._run_segment(index, self.segments[index])
+                if routing is not None:
+                    self._add_balance(self.segments[index], routing)
+            case OperationKind.RECOMPUTE_EXPERTS:
+                self.expert_calls[index] = self._run_experts(index, *self.kept_rows.pop(index))
+            case _:
+                return self.exchange(operation, arrived)
+        return ()
+
+    def forward_segment(self, index: int, arrived: Rows) -> Rows:
         """Aggregate below, attention of layer `index`; rows to dispatch."""
         values = [] if self.hidden is None else [self.hidden]
         if index > 0:
@@ -121,7 +148,7 @@ class ChunkPass:
             if self.loss_scale is None:
                 del self.segments[index - 1]
         leaves = [value.detach().requires_grad_(self.loss_scale is not None) for value in values]
-        segment = self.segments[index] = Segment(leaves=leaves)
+        segment = self.segments[index] = Segment(leaves=leaves, roots=[])
         if index == len(self.layers):
             root = self._enter(index, leaves)
             if self.chunk.is_last:
@@ -148,7 +175,7 @@ class ChunkPass:
                 self.sums[1:] += self._add_balance(segment, routing)
         return pack_tokens(tokens, route), pack_metadata(routing, route)
 
-    def exchange(self, operation: Operation, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def exchange(self, operation: Operation, rows: Rows) -> Rows:
         """All-to-all to experts or back; the rows of a dense layer stay."""
         kind, route = operation.kind, self.segments[operation.index].route
         if route is None:
@@ -157,7 +184,7 @@ class ChunkPass:
         axis = self.mesh.ep if kind.is_forward else self.mesh.ep_backward
         return tuple(exchange_rows(row, route, axis, back=back) for row in rows)
 
-    def forward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward_experts(self, index: int, received: Rows) -> Rows:
         """One partial sum for each row that arrived."""
         route = self.segments[index].route
         arrival = None if route is None else open_metadata(received[1], route)
@@ -169,22 +196,9 @@ class ChunkPass:
         elif self.loss_scale is not None:
             self.kept_rows[index] = received[0], arrival
         outputs = call[1].detach()
-        if arrival is None:
-            return (outputs,)
-        return (weighted_partial_sums(outputs, *arrival),)
+        return (outputs if arrival is None else weighted_partial_sums(outputs, *arrival),)
 
-    def recompute_segment(self, index: int) -> None:
-        """Build the graph of an inner segment."""
-        segment = self.segments[index]
-        _, _, routing = self._run_segment(index, segment)
-        if routing is not None:
-            self._add_balance(segment, routing)
-
-    def recompute_experts(self, index: int) -> None:
-        """Build the graph of experts."""
-        self.expert_calls[index] = self._run_experts(index, *self.kept_rows.pop(index))
-
-    def backward_segment(self, index: int, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def backward_segment(self, index: int, arrived: Rows) -> Rows:
         """Gradient rows of the layer below the segment."""
         segment = self.segments.pop(index)
         assert self.loss_scale is not None, "a pass without a graph has no backward"
@@ -206,7 +220,7 @@ class ChunkPass:
         route = self.segments[index - 1].route
         return (grads[0] if route is None else pack_tokens(grads[0], route),)
 
-    def backward_experts(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def backward_experts(self, index: int, received: Rows) -> Rows:
         """Input gradients; those of weights go to `weight_grads`."""
         leaf, root, arrival = self.expert_calls.pop(index)
         if arrival is None:
@@ -253,12 +267,12 @@ def run_operations(
     streams: Mapping[Stream, torch.cuda.Stream],
 ) -> None:
     """Execute a list of `interleave` on `communication_streams` and the current one."""
-    results: dict[Value, tuple[Tensor, ...]] = {}
+    results: dict[Value, Rows] = {}
     done = []
     for operation in operations:
         side = forward if operation.kind.is_forward else backward
         assert side is not None, f"{operation.kind} without a pass that it belongs to"
-        arrived: tuple[Tensor, ...] = ()
+        arrived: Rows = ()
         for source, offset in READS.get(operation.kind, ())[:1]:
             arrived = results.get((source, operation.index + offset), ())
         if streams:
@@ -266,36 +280,14 @@ def run_operations(
             for position in operation.waits:
                 stream.wait_event(done[position])
             with torch.cuda.stream(stream):
-                results[operation.value] = _run(side, operation, arrived)
+                results[operation.value] = side.run(operation, arrived)
             done.append(stream.record_event())
         else:
-            results[operation.value] = _run(side, operation, arrived)
+            results[operation.value] = side.run(operation, arrived)
         del arrived
         for value in operation.frees:
             del results[value]
     assert not any(results.values()), f"results that no operation took: {list(results)}"
-
-
-def _run(side: ChunkPass, operation: Operation, arrived: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    index = operation.index
-    match operation.kind:
-        case OperationKind.FORWARD_SEGMENT:
-            return side.forward_segment(index, arrived)
-        case OperationKind.FORWARD_EXPERTS:
-            return side.forward_experts(index, arrived)
-        case OperationKind.BACKWARD_SEGMENT:
-            return side.backward_segment(index, arrived)
-        case OperationKind.BACKWARD_EXPERTS:
-            return side.backward_experts(index, arrived)
-        case OperationKind.BACKWARD_WEIGHT:
-            side.weight_grads.flush()
-        case OperationKind.RECOMPUTE_SEGMENT:
-            side.recompute_segment(index)
-        case OperationKind.RECOMPUTE_EXPERTS:
-            side.recompute_experts(index)
-        case _:
-            return side.exchange(operation, arrived)
-    return ()
 
 
 def _edge(root: Tensor) -> GradientEdge | None:

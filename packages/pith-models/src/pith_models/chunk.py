@@ -32,7 +32,7 @@ class DecoderChunk(ModelChunk):
         is_last: bool,
         tied_embedding: Tensor | None,
     ):
-        super().__init__(is_first=is_first, is_last=is_last)
+        super().__init__(is_last=is_last)
         self.config = config
         shape, std = (config.vocab_size, config.hidden_size), config.initializer_range
         if is_first:
