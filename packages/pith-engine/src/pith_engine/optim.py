@@ -112,38 +112,31 @@ class AdamW:
         raise_violations(config.violations(), "optimizer")
         self.num_steps = 0
         self._config = config
-        trained = [p for p in parameters if p.role.is_trained]
-        self.groups = {"adamw": trained}
-        self.moments = {
-            p.name: {name: torch.zeros_like(p.shard) for name in ("exp_avg", "exp_avg_sq")}
-            for p in trained
-        }
-        assert len(self.moments) == len(trained), "two parameters have one name"
+        self.groups = {"adamw": [p for p in parameters if p.role.is_trained]}
+        self.moments = _zeros(self.groups["adamw"], "exp_avg", "exp_avg_sq")
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update all shards."""
-        beta1, beta2 = self._config.betas
         held = [p for p in self.groups["adamw"] if p.shard.numel()]
         for decayed in (True, False):
             members = [p for p in held if p.role.is_decayed == decayed]
             if not members:
                 continue
-            moments = [self.moments[p.name] for p in members]
             device = members[0].shard.device
             # The kernel adds one to the count of steps first.
             counts = torch.full((len(members),), float(self.num_steps), device=device)
             adamw(
                 [p.shard for p in members],
                 [p.grad for p in members],
-                [m["exp_avg"] for m in moments],
-                [m["exp_avg_sq"] for m in moments],
+                [self.moments[p.name]["exp_avg"] for p in members],
+                [self.moments[p.name]["exp_avg_sq"] for p in members],
                 [],
                 list(counts.unbind()),
                 fused=True,
                 amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
+                beta1=self._config.betas[0],
+                beta2=self._config.betas[1],
                 lr=lr,
                 weight_decay=self._config.weight_decay if decayed else 0.0,
                 eps=self._config.eps,
@@ -192,17 +185,15 @@ class Muon:
         self._rest = AdamW([p for p in parameters if not p.role.uses_muon], config)
         self._momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
         self._weight_decay = config.weight_decay
-        moments = {p.name: {"momentum": torch.zeros_like(p.shard)} for p in matrices}
-        assert len(moments) == len(matrices), "two parameters have one name"
         self.groups = {"muon": matrices, **self._rest.groups}
-        self.moments = {**moments, **self._rest.moments}
+        self.moments = {**_zeros(matrices, "momentum"), **self._rest.moments}
         # One for all: no role of Muon keeps the master dtype.
         self._dtype = matrices[0].full.dtype if matrices else torch.float32
         self._local: list[_Piece] = []
         spread: dict[Axis, list[_Piece]] = {}
         held = 0
         for parameter in matrices:
-            momentum = moments[parameter.name]["momentum"]
+            momentum = self.moments[parameter.name]["momentum"]
             for piece in _pieces(parameter, momentum, chunk_elements):
                 held += piece.shard.numel()
                 if piece.places:
@@ -275,6 +266,12 @@ def orthogonalise(matrices: Tensor) -> Tensor:
         s = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
+
+
+def _zeros(parameters: list[ShardedParameter], *names: str) -> dict[str, dict[str, Tensor]]:
+    moments = {p.name: {name: torch.zeros_like(p.shard) for name in names} for p in parameters}
+    assert len(moments) == len(parameters), "two parameters have one name"
+    return moments
 
 
 def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
