@@ -226,11 +226,9 @@ class Muon:
         sent_sizes = [sum(piece.shard.numel() for piece in owned) for owned in owned_by]
         received_sizes = [sum(prod(piece.places[rank][1]) for piece in mine) for rank in ranks]
         # 1. u, sorted by owner; it arrives sorted by holder.
-        sent = torch.empty(sum(sent_sizes), dtype=self._dtype, device=held[0].shard.device)
+        directions = (piece.direction(self._momentum).to(self._dtype) for piece in held)
+        sent = torch.cat([u.flatten() for u in directions])
         received = sent.new_empty(sum(received_sizes))
-        outgoing = _views(sent, [piece.shard for piece in held])
-        for piece, view in zip(held, outgoing, strict=True):
-            view.copy_(piece.direction(self._momentum))
         all_to_all(received, sent, received_sizes, sent_sizes, axis)
         # 2. x; blocks are views of whole matrices, in the order of arrival.
         shapes = groupby(piece.shape for piece in mine)
@@ -250,8 +248,8 @@ class Muon:
         for block, view in zip(blocks, incoming, strict=True):
             view.copy_(block)
         all_to_all(sent, received, sent_sizes, received_sizes, axis)
-        for piece, view in zip(held, outgoing, strict=True):
-            piece.update(view, lr, self._weight_decay)
+        for piece, x in zip(held, _views(sent, [piece.shard for piece in held]), strict=True):
+            piece.update(x, lr, self._weight_decay)
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
