@@ -23,6 +23,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from platform import python_version
 from typing import Any
@@ -178,7 +179,7 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
     manifest = read_manifest(path)
     mine = sorted(manifest.files)[mesh.world.rank :: mesh.world.size]
     changed = [name for name in mine if _record(path / name) != manifest.files[name]]
-    if changed := [name for part in gather_objects(changed, mesh.world) for name in part]:
+    if changed := [*chain(*gather_objects(changed, mesh.world))]:
         raise ValueError(
             f"checkpoint {path} is damaged, {', '.join(changed)} changed after saving: remove it "
             "to go on from an older one"
@@ -249,7 +250,9 @@ def _read_blocks(
     if faults:
         raise ValueError(f"checkpoint {reader.path} does not fit this model: " + "; ".join(faults))
     reader.set_up_storage_reader(metadata, is_coordinator=False)
-    reader.read_data(LoadPlan(items), _BlockLoadPlanner(blocks)).wait()
+    planner = _BlockLoadPlanner()
+    planner.state_dict = dict(blocks)
+    reader.read_data(LoadPlan(items), planner).wait()
 
 
 class _BlockSavePlanner(DefaultSavePlanner):
@@ -277,12 +280,8 @@ class _BlockSavePlanner(DefaultSavePlanner):
 
 
 class _BlockLoadPlanner(DefaultLoadPlanner):
-    def __init__(self, blocks: Mapping[str, CanonicalBlock]) -> None:
-        super().__init__()
-        self._blocks = blocks
-
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._blocks[index.fqn].tensor
+        return self.state_dict[index.fqn].tensor
 
 
 def _blocks(
