@@ -113,9 +113,9 @@ def connect_mesh(mesh: Mesh, device: torch.device) -> None:
     NCCL connects two ranks at their first transfer in each direction, and the host blocks until
     both ask for it: a deadlock where one first waits for another transfer, as in a step.
     """
-    for axis in vars(mesh).values():
-        if isinstance(axis, Axis):
-            all_reduce(torch.ones(1, device=device), axis)
+    axes = (mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.ep_backward, mesh.data, mesh.expert_data)
+    for axis in (*axes, mesh.dense_shards, mesh.world):
+        all_reduce(torch.ones(1, device=device), axis)
     for axis in (mesh.ep, mesh.ep_backward):
         ones = torch.ones(axis.size, device=device)
         all_to_all(torch.empty_like(ones), ones, [1] * axis.size, [1] * axis.size, axis)

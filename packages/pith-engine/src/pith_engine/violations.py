@@ -5,7 +5,7 @@ command those of the whole tree. The trap: a check in `__post_init__` would end 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
 from itertools import chain
 from math import inf
@@ -27,13 +27,13 @@ def did_you_mean(word: str, allowed: Iterable[str]) -> str:
 
 def size_violations(config: Any, *, may_be_zero: Sequence[str] = ()) -> list[str]:
     """Integers below 1 and floats not above 0 and finite in a model's own fields."""
-    found = []
-    for field in fields(config):
-        value, least = getattr(config, field.name), int(field.name not in may_be_zero)
-        if field.type is int and value < least:
-            found.append(f"model.{field.name} = {value}: must be at least {least}")
-        if field.type is float and not 0 < value < inf:
-            found.append(f"model.{field.name} = {value}: must be positive and finite")
+    found, types = [], {field.name: field.type for field in fields(config)}
+    for name, value in asdict(config).items():
+        least = 0 if name in may_be_zero else 1
+        if types[name] is int and value < least:
+            found.append(f"model.{name} = {value}: must be at least {least}")
+        if types[name] is float and not 0 < value < inf:
+            found.append(f"model.{name} = {value}: must be positive and finite")
     return found
 
 
