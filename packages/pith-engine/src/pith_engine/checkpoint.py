@@ -20,8 +20,10 @@ import os
 import re
 import shutil
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from platform import python_version
 from typing import Any
@@ -101,8 +103,7 @@ def write_checkpoint(
     temporary = final.with_suffix(".tmp")
     # 1.
     if rank == 0:
-        for left in _folders(folder, _LEFT_NAME):
-            shutil.rmtree(left)
+        _delete_left(folder)
         temporary.mkdir(parents=True)
     barrier(mesh.world)
     # 2. DCP keeps a file's tensors until it is closed: those read one by one get a file each.
@@ -123,18 +124,18 @@ def write_checkpoint(
         manifest = Manifest(
             step=step,
             has_optimizer=read is None,
-            files={name: record for part in records for name, record in part.items()},
+            files=dict(ChainMap(*records)),
             run=dict(run),
             versions={"python": python_version(), "torch": torch.__version__},
         )
         (temporary / MANIFEST_NAME).write_text(json.dumps(asdict(manifest), indent=1))
         _sync(temporary / MANIFEST_NAME)
         _sync(temporary)
-        replaced = [_renamed_aside(final)] if final.exists() else []
+        if final.exists():
+            _rename_aside(final)
         temporary.rename(final)
         _sync(folder)
-        for path in replaced:
-            shutil.rmtree(path)
+        _delete_left(folder)
     barrier(mesh.world)
     return final
 
@@ -178,7 +179,7 @@ def verify_checkpoint(path: Path, mesh: Mesh) -> Manifest:
     manifest = read_manifest(path)
     mine = sorted(manifest.files)[mesh.world.rank :: mesh.world.size]
     changed = [name for name in mine if _record(path / name) != manifest.files[name]]
-    if changed := [name for part in gather_objects(changed, mesh.world) for name in part]:
+    if changed := [*chain(*gather_objects(changed, mesh.world))]:
         raise ValueError(
             f"checkpoint {path} is damaged, {', '.join(changed)} changed after saving: remove it "
             "to go on from an older one"
@@ -225,7 +226,8 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
     """Delete complete checkpoints but the `keep` (from 1) newest."""
     complete = [path for path in _folders(folder, _COMPLETE_NAME) if not checkpoint_fault(path)]
     for path in complete[:-keep]:
-        shutil.rmtree(_renamed_aside(path))
+        _rename_aside(path)
+    _delete_left(folder)
 
 
 def _read_blocks(
@@ -248,7 +250,9 @@ def _read_blocks(
     if faults:
         raise ValueError(f"checkpoint {reader.path} does not fit this model: " + "; ".join(faults))
     reader.set_up_storage_reader(metadata, is_coordinator=False)
-    reader.read_data(LoadPlan(items), _BlockLoadPlanner(blocks)).wait()
+    planner = _BlockLoadPlanner()
+    planner.state_dict = dict(blocks)
+    reader.read_data(LoadPlan(items), planner).wait()
 
 
 class _BlockSavePlanner(DefaultSavePlanner):
@@ -257,7 +261,7 @@ class _BlockSavePlanner(DefaultSavePlanner):
     def __init__(
         self, blocks: Mapping[str, CanonicalBlock], read: Callable[[str], Tensor] | None
     ) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        super().__init__(flatten_state_dict=False)
         self._blocks, self._read = blocks, read
 
     def create_local_plan(self) -> SavePlan:
@@ -276,24 +280,18 @@ class _BlockSavePlanner(DefaultSavePlanner):
 
 
 class _BlockLoadPlanner(DefaultLoadPlanner):
-    def __init__(self, blocks: Mapping[str, CanonicalBlock]) -> None:
-        super().__init__()
-        self._blocks = blocks
-
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._blocks[index.fqn].tensor
+        return self.state_dict[index.fqn].tensor
 
 
 def _blocks(
     parameters: Sequence[ShardedParameter], optimizer: AdamW | Muon | None
 ) -> dict[str, CanonicalBlock]:
-    moments = {} if optimizer is None else optimizer.moments
     blocks = {}
     for parameter in parameters:
-        tensors = {"model": parameter.shard}
-        for moment, tensor in moments.get(parameter.name, {}).items():
-            tensors[f"optimizer.{moment}"] = tensor
-        for prefix, tensor in tensors.items():
+        moments = optimizer.moments.get(parameter.name, {}) if optimizer else {}
+        tensors = {f"optimizer.{moment}": tensor for moment, tensor in moments.items()}
+        for prefix, tensor in {"model": parameter.shard, **tensors}.items():
             for block in canonical_blocks(parameter, tensor):
                 blocks[f"{prefix}.{block.name}"] = block
     return blocks
@@ -303,11 +301,14 @@ def _chunk(block: CanonicalBlock) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(block.offsets), block.tensor.shape)
 
 
-def _renamed_aside(path: Path) -> Path:
-    """Rename before deleting: half a deletion must not look whole."""
-    aside = path.with_suffix(".deleted")
-    shutil.rmtree(aside, ignore_errors=True)
-    return path.rename(aside)
+def _rename_aside(path: Path) -> None:
+    """For `_delete_left`: half a deletion must not look whole."""
+    path.rename(path.with_suffix(".deleted"))
+
+
+def _delete_left(folder: Path) -> None:
+    for left in _folders(folder, _LEFT_NAME):
+        shutil.rmtree(left)
 
 
 def _folders(folder: Path, name: re.Pattern[str]) -> list[Path]:

@@ -8,6 +8,7 @@ The trap: clipping passes a NaN on, and one NaN destroys every weight: `raise_if
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def _not_finite(tensors: dict[str, Tensor], mesh: Mesh) -> str:
     for name, tensor in tensors.items():
         if bad := tensor.numel() - int(torch.isfinite(tensor).sum()):
             found.append(f"{name} on rank {mesh.rank} ({bad} elements)")
-    found = [entry for entries in gather_objects(found, mesh.world) for entry in entries]
+    found = [*chain(*gather_objects(found, mesh.world))]
     return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
 
 
@@ -83,7 +84,7 @@ class NanFinder(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        had_nan = _has_nan([args, [value for name, value in kwargs.items() if name != "out"]])
+        had_nan = _has_nan([args, {**kwargs, "out": None}])
         made = function(*args, **kwargs)
         # Memory that is not written yet may hold anything.
         if "empty" not in repr(function) and not had_nan and _has_nan(made):

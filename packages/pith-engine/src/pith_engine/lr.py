@@ -38,7 +38,7 @@ class LearningRateConfig:
         """What is out of range or of another schedule, a line each."""
         schedule, peak, warmup = self.schedule, self.peak, self.warmup_steps
         ratio, decay, allowed = self.final_ratio, self.decay_steps, ("constant", "cosine", "wsd")
-        lacks_decay = schedule == "wsd" and (decay is None or decay < 1)
+        lacks_decay = schedule == "wsd" and (decay or 0) < 1
         is_sound = {
             f"schedule is {schedule!r}; allowed are {', '.join(allowed)}": schedule in allowed,
             f"peak is {peak}; allowed are finite rates above 0, e.g. 3e-4": 0 < peak < inf,
@@ -66,7 +66,7 @@ def learning_rate(config: LearningRateConfig, step: int, total_steps: int) -> fl
         progress = (step - config.warmup_steps) / (total_steps - config.warmup_steps)
         decay = final + (1 - final) * (1 + cos(pi * progress)) / 2
     if config.decay_steps is not None:
-        decayed = max(0, step - (total_steps - config.decay_steps))
+        decayed = max(0, step - total_steps + config.decay_steps)
         decay = 1 - (1 - final) * decayed / config.decay_steps
     return config.peak * min(warmup, decay)
 

@@ -112,38 +112,31 @@ class AdamW:
         raise_violations(config.violations(), "optimizer")
         self.num_steps = 0
         self._config = config
-        trained = [p for p in parameters if p.role.is_trained]
-        self.groups = {"adamw": trained}
-        self.moments = {
-            p.name: {name: torch.zeros_like(p.shard) for name in ("exp_avg", "exp_avg_sq")}
-            for p in trained
-        }
-        assert len(self.moments) == len(trained), "two parameters have one name"
+        self.groups = {"adamw": [p for p in parameters if p.role.is_trained]}
+        self.moments = _zeros(self.groups["adamw"], "exp_avg", "exp_avg_sq")
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update all shards."""
-        beta1, beta2 = self._config.betas
         held = [p for p in self.groups["adamw"] if p.shard.numel()]
         for decayed in (True, False):
             members = [p for p in held if p.role.is_decayed == decayed]
             if not members:
                 continue
-            moments = [self.moments[p.name] for p in members]
             device = members[0].shard.device
             # The kernel adds one to the count of steps first.
             counts = torch.full((len(members),), float(self.num_steps), device=device)
             adamw(
                 [p.shard for p in members],
                 [p.grad for p in members],
-                [m["exp_avg"] for m in moments],
-                [m["exp_avg_sq"] for m in moments],
+                [self.moments[p.name]["exp_avg"] for p in members],
+                [self.moments[p.name]["exp_avg_sq"] for p in members],
                 [],
                 list(counts.unbind()),
                 fused=True,
                 amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
+                beta1=self._config.betas[0],
+                beta2=self._config.betas[1],
                 lr=lr,
                 weight_decay=self._config.weight_decay if decayed else 0.0,
                 eps=self._config.eps,
@@ -192,24 +185,19 @@ class Muon:
         self._rest = AdamW([p for p in parameters if not p.role.uses_muon], config)
         self._momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
         self._weight_decay = config.weight_decay
-        moments = {p.name: {"momentum": torch.zeros_like(p.shard)} for p in matrices}
-        assert len(moments) == len(matrices), "two parameters have one name"
         self.groups = {"muon": matrices, **self._rest.groups}
-        self.moments = {**moments, **self._rest.moments}
+        self.moments = {**_zeros(matrices, "momentum"), **self._rest.moments}
         # One for all: no role of Muon keeps the master dtype.
         self._dtype = matrices[0].full.dtype if matrices else torch.float32
         self._local: list[_Piece] = []
         spread: dict[Axis, list[_Piece]] = {}
-        held = 0
         for parameter in matrices:
-            momentum = moments[parameter.name]["momentum"]
+            momentum = self.moments[parameter.name]["momentum"]
             for piece in _pieces(parameter, momentum, chunk_elements):
-                held += piece.shard.numel()
                 if piece.places:
                     spread.setdefault(parameter.axis, []).append(piece)
                 elif piece.shard.numel():
                     self._local.append(piece)
-        assert held == sum(p.shard.numel() for p in matrices), "each element in one matrix"
         self._chunks = [
             (axis, owned_by)
             for axis, pieces in spread.items()
@@ -235,11 +223,9 @@ class Muon:
         sent_sizes = [sum(piece.shard.numel() for piece in owned) for owned in owned_by]
         received_sizes = [sum(prod(piece.places[rank][1]) for piece in mine) for rank in ranks]
         # 1. u, sorted by owner; it arrives sorted by holder.
-        sent = torch.empty(sum(sent_sizes), dtype=self._dtype, device=held[0].shard.device)
+        directions = (piece.direction(self._momentum).to(self._dtype) for piece in held)
+        sent = torch.cat([u.flatten() for u in directions])
         received = sent.new_empty(sum(received_sizes))
-        outgoing = _views(sent, [piece.shard for piece in held])
-        for piece, view in zip(held, outgoing, strict=True):
-            view.copy_(piece.direction(self._momentum))
         all_to_all(received, sent, received_sizes, sent_sizes, axis)
         # 2. x; blocks are views of whole matrices, in the order of arrival.
         shapes = groupby(piece.shape for piece in mine)
@@ -259,8 +245,8 @@ class Muon:
         for block, view in zip(blocks, incoming, strict=True):
             view.copy_(block)
         all_to_all(sent, received, sent_sizes, received_sizes, axis)
-        for piece, view in zip(held, outgoing, strict=True):
-            piece.update(view, lr, self._weight_decay)
+        for piece, x in zip(held, _views(sent, [piece.shard for piece in held]), strict=True):
+            piece.update(x, lr, self._weight_decay)
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
@@ -275,6 +261,12 @@ def orthogonalise(matrices: Tensor) -> Tensor:
         s = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
+
+
+def _zeros(parameters: list[ShardedParameter], *names: str) -> dict[str, dict[str, Tensor]]:
+    moments = {p.name: {name: torch.zeros_like(p.shard) for name in names} for p in parameters}
+    assert len(moments) == len(parameters), "two parameters have one name"
+    return moments
 
 
 def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:

@@ -27,11 +27,10 @@ def layers_per_chunk(layer_costs: tuple[float, ...], pp: int, head_cost: float) 
     low, high = total / pp, 2 * total
     while high - low > PRECISION * total:
         middle = (low + high) / 2
-        found = _fill(sums, pp, middle, evenly=False)
-        low, high = (middle, high) if found is None else (low, max(_rank_costs(sums, found)))
+        fits = _fill(sums, pp, middle, evenly=False)
+        low, high = (low, middle) if fits else (middle, high)
     layers = _fill(sums, pp, high + PRECISION * total, evenly=True)
     assert layers, f"mesh_violations refuses {2 * pp} chunks of {len(layer_costs)} layers"
-    assert sum(layers) == len(layer_costs), "no layer is lost"
     return layers
 
 
@@ -50,26 +49,21 @@ def describe_partition(
 ) -> str:
     """A table of every rank's chunks and costs, and the imbalance."""
     sums, ends, pp = _cost_sums(layer_costs, head_cost), (0, *accumulate(layers)), len(layers) // 2
-    loads = _rank_costs(sums, layers)
+    shares = [(sums[end] - sums[first]) / sums[-1] for first, end in pairwise(ends)]
+    loads = [shares[rank] + shares[-1 - rank] for rank in range(pp)]
     lines = ["rank  chunk  layers     cost share  |  chunk  layers     cost share  |  rank share"]
-    for rank in range(pp):
-        cells = [f"{rank:4}"]
+    for rank, load in enumerate(loads):
+        line = f"{rank:4}  "
         for chunk in (rank, 2 * pp - 1 - rank):
-            first, end = ends[chunk : chunk + 2]
-            share = (sums[end] - sums[first]) / sums[-1]
-            cells.append(f"{chunk:5}  {f'{first}-{end - 1}':<9}  {share:10.1%}  |")
-        lines.append("  ".join([*cells, f"{loads[rank] / sums[-1]:10.1%}"]))
-    return "\n".join([*lines, f"most loaded rank: {max(loads) * pp / sums[-1]:.3f} times the mean"])
+            span = f"{ends[chunk]}-{ends[chunk + 1] - 1}"
+            line += f"{chunk:5}  {span:<9}  {shares[chunk]:10.1%}  |  "
+        lines.append(f"{line}{load:10.1%}")
+    return "\n".join([*lines, f"most loaded rank: {max(loads) * pp:.3f} times the mean"])
 
 
 def _cost_sums(layer_costs: tuple[float, ...], head_cost: float) -> tuple[float, ...]:
     """Item n is the cost of the first n layers; the last carries the head."""
     return 0.0, *accumulate((*layer_costs[:-1], layer_costs[-1] + head_cost))
-
-
-def _rank_costs(sums: tuple[float, ...], layers: tuple[int, ...]) -> list[float]:
-    costs = [sums[end] - sums[start] for start, end in pairwise((0, *accumulate(layers)))]
-    return [costs[rank] + costs[-1 - rank] for rank in range(len(costs) // 2)]
 
 
 def _fill(
@@ -91,15 +85,13 @@ def _fill(
             for second in range(largest, 0, -1):
                 if sums[end - second] - sums[start + first] > inner * limit:
                     break  # the ranks inside cannot carry what is left, nor more
-                rest = place(rank + 1, start + first, end - second)
-                if rest is None:
-                    continue
-                squares = cost**2 + (sums[end] - sums[end - second]) ** 2 + rest[0]
-                if best is None or squares < best[0]:
-                    best = squares, (first, *rest[1], second)
-                if not evenly:
-                    return best
+                if rest := place(rank + 1, start + first, end - second):
+                    squares = cost**2 + (sums[end] - sums[end - second]) ** 2 + rest[0]
+                    if best is None or squares < best[0]:
+                        best = squares, (first, *rest[1], second)
+                    if not evenly:
+                        return best
         return best
 
     found = place(0, 0, len(sums) - 1)
-    return None if found is None else found[1]
+    return found and found[1]

@@ -47,12 +47,11 @@ def read_launch(environ: Mapping[str, str]) -> LaunchInfo:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if missing := [name for name in names if name not in environ]:
             raise ValueError(f"environment: {', '.join(missing)} not set; start with torchrun")
-        rank, world_size = environ["RANK"], environ["WORLD_SIZE"]
         return LaunchInfo(
-            rank=int(rank),
-            world_size=int(world_size),
-            local_rank=int(environ.get("LOCAL_RANK", rank)),
-            ranks_per_node=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
+            ranks_per_node=int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])),
             init_method="env://",
         )
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) <= 1:
@@ -197,13 +196,13 @@ def all_to_all(
         distributed.all_to_all_single(output, input.contiguous(), *sizes, group=_group(axis))
 
 
+@dataclass(eq=False)
 class Exchange:
     """Transfers under way."""
 
-    def __init__(
-        self, receives: list[distributed.Work], sends: list[distributed.Work], tensors: list[Tensor]
-    ) -> None:
-        self._receives, self._sends, self._tensors = receives, sends, tensors
+    _receives: list[distributed.Work]
+    _sends: list[distributed.Work]
+    _tensors: list[Tensor]
 
     def wait_receives(self) -> None:
         """Wait for received data: the host on gloo, the current stream on NCCL."""
@@ -235,10 +234,9 @@ def exchange(
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's picklable value, in axis order."""
-    if axis.size == 1:
-        return [value]
-    values: list[Any] = [None] * axis.size
-    distributed.all_gather_object(values, value, group=_group(axis))
+    values = [value] * axis.size
+    if axis.size > 1:
+        distributed.all_gather_object(values, value, group=_group(axis))
     return values
 
 
@@ -249,6 +247,6 @@ def barrier(axis: Axis) -> None:
 
 def _group(axis: Axis) -> distributed.ProcessGroup:
     if axis.group is None:
-        what = f"axis {axis.name} of {axis.size} ranks"
-        raise RuntimeError(f"{what} is of sizes alone, without a group: use Mesh.create")
+        fault = f"of {axis.size} ranks is of sizes alone, without a group: use Mesh.create"
+        raise RuntimeError(f"axis {axis.name} {fault}")
     return axis.group
