@@ -68,14 +68,14 @@ def _decoder_layer(
     config: ModelConfig, layer: int, mesh: Mesh, backend: AttentionBackend
 ) -> tuple[nn.Module, Mapping[str, str | FusedKey]]:
     """The layer and its Hugging Face keys."""
-    experts, cp = config.num_experts // mesh.ep.size if config.is_sparse(layer) else 0, mesh.cp
+    experts = config.num_experts // mesh.ep.size if config.is_sparse(layer) else 0
     match config:
         case Qwen3MoeConfig() | Qwen3Config():
-            return Qwen3MoeLayer(config, experts, backend, cp), QWEN3_MOE_KEYS
+            return Qwen3MoeLayer(config, experts, backend, mesh.cp), QWEN3_MOE_KEYS
         case DeepseekConfig():
-            return DeepseekLayer(config, experts, backend, cp), deepseek_keys(experts > 0)
+            return DeepseekLayer(config, experts, backend, mesh.cp), deepseek_keys(experts > 0)
         case GptOssConfig():
-            return GptOssLayer(config, layer, experts, backend, cp), GPT_OSS_KEYS
+            return GptOssLayer(config, layer, experts, backend, mesh.cp), GPT_OSS_KEYS
 
 
 def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:

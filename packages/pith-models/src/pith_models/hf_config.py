@@ -211,11 +211,12 @@ def written_hf_fields(
     config: DecoderConfig, name: str, fixed: Mapping[str, object]
 ) -> dict[str, Any]:
     """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
-    own = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(config).items()}
+    own: dict[str, Any] = asdict(config)
+    own |= {key: list(v) for key, v in own.items() if isinstance(v, tuple)}
     rope: dict[str, object] = {"rope_type": "default"}
     if yarn := own["rope_scaling"]:
         rope = {"rope_type": "yarn", **{key: v for key, v in yarn.items() if v is not None}}
         own["rope_scaling"] = {"type": "yarn", **rope}
     rope["rope_theta"] = config.rope_theta
-    written = {"architectures": [f"{name}ForCausalLM"], **_FIXED_HF_FIELDS, **fixed}
-    return {**written, **own, "rope_parameters": rope}
+    own |= {"architectures": [f"{name}ForCausalLM"], "rope_parameters": rope}
+    return {**_FIXED_HF_FIELDS, **fixed, **own}
