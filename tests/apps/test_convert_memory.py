@@ -50,7 +50,7 @@ def write_sparse(folder: Path, layers: int, keys_per_file: int = 200) -> int:
     config = load_recipe(str(recipe)).model
     (folder / "config.json").write_text(json.dumps(config.to_hf()))
     (folder / "tokenizer.json").write_text(TOKENIZER)
-    entries = [item for tensor in canonical_tensors(config) for item in tensor.written.items()]
+    entries = [item for tensor in canonical_tensors(config) for item in tensor.stored().items()]
     weight_map = {}
     for start in range(0, len(entries), keys_per_file):
         name, header, end = f"model-{start:05}.safetensors", {}, 0

@@ -82,7 +82,7 @@ def test_bytes_survive_import_a_mesh_and_export(tmp_path: Path, gloo_pool: Any):
     tensors = {
         key: torch.randn(shape, generator=generator).bfloat16()
         for tensor in canonical_tensors(config)
-        for key, shape in tensor.written.items()
+        for key, shape in tensor.stored().items()
     }
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     imported = import_checkpoint(source, tmp_path / "imported", config)

@@ -266,7 +266,7 @@ def test_fp8_is_decoded_as_transformers_does(tmp_path: Path):
     for tensor in layout:
         if tensor.name != "norm":
             for key in tensor.keys:
-                values, scales = fp8(*tensor.written[key])
+                values, scales = fp8(*tensor.stored()[key])
                 theirs |= {key: values, f"{key}_scale_inv": scales}
     ours = read(tmp_path / "in", layout, theirs)
     assert f"keys: {len(theirs)} loaded" in ours.account

@@ -45,7 +45,7 @@ def chosen_attention(config: RunConfig) -> AttentionBackend:
         torch_dtype(config.train.dtype),
         *head_dims(config.model),
         packed=False,
-        window=config.model.has_window,
+        window=any(map(config.model.window, range(config.model.num_hidden_layers))),
     )
 
 

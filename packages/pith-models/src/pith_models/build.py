@@ -3,9 +3,9 @@
 To add a family: write its file, add its configuration to `ModelConfig` and an arm to each `match`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pith_engine.contract import ModelChunk
 from pith_engine.mesh import Mesh, expert_violations
@@ -17,7 +17,7 @@ from torch import nn
 from pith_models.chunk import DecoderChunk
 from pith_models.deepseek import DeepseekConfig, DeepseekLayer, deepseek_keys
 from pith_models.gpt_oss import GPT_OSS_KEYS, GptOssConfig, GptOssLayer
-from pith_models.hf import CanonicalTensor, layer_tensors
+from pith_models.hf import CanonicalTensor, FusedKey, layer_tensors
 from pith_models.qwen3_dense import Qwen3Config
 from pith_models.qwen3_moe import QWEN3_MOE_KEYS, Qwen3MoeConfig, Qwen3MoeLayer
 
@@ -25,8 +25,7 @@ ModelConfig: TypeAlias = Qwen3MoeConfig | Qwen3Config | DeepseekConfig | GptOssC
 """The configuration of any family."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParameterCounts:
+class ParameterCounts(NamedTuple):
     """Parameters of a whole model."""
 
     total: int
@@ -54,33 +53,29 @@ def build_chunks(
     for chunk in (mesh.pp.rank, num_chunks - 1 - mesh.pp.rank):
         start, is_last = sum(layers_per_chunk[:chunk]), chunk == num_chunks - 1
         layers = {
-            layer: _decoder_layer(config, layer, mesh, attention_backend)
+            layer: _decoder_layer(config, layer, mesh, attention_backend)[0]
             for layer in range(start, start + layers_per_chunk[chunk])
         }
-        tied = config.tie_word_embeddings and is_last
+        is_tied = config.tie_word_embeddings and is_last
+        tied = chunks[0].get_parameter("embedding") if is_tied else None
         chunks.append(
-            DecoderChunk(
-                config,
-                layers,
-                is_first=chunk == 0,
-                is_last=is_last,
-                tied_embedding=chunks[0].get_parameter("embedding") if tied else None,
-            )
+            DecoderChunk(config, layers, is_first=chunk == 0, is_last=is_last, tied_embedding=tied)
         )
     return chunks
 
 
 def _decoder_layer(
     config: ModelConfig, layer: int, mesh: Mesh, backend: AttentionBackend
-) -> nn.Module:
+) -> tuple[nn.Module, Mapping[str, str | FusedKey]]:
+    """The layer and its Hugging Face keys."""
     experts = config.num_experts // mesh.ep.size if config.is_sparse(layer) else 0
     match config:
         case Qwen3MoeConfig() | Qwen3Config():
-            return Qwen3MoeLayer(config, experts, backend, mesh.cp)
+            return Qwen3MoeLayer(config, experts, backend, mesh.cp), QWEN3_MOE_KEYS
         case DeepseekConfig():
-            return DeepseekLayer(config, experts, backend, mesh.cp)
+            return DeepseekLayer(config, experts, backend, mesh.cp), deepseek_keys(experts > 0)
         case GptOssConfig():
-            return GptOssLayer(config, layer, experts, backend, mesh.cp)
+            return GptOssLayer(config, layer, experts, backend, mesh.cp), GPT_OSS_KEYS
 
 
 def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
@@ -95,15 +90,8 @@ def canonical_tensors(config: ModelConfig) -> tuple[CanonicalTensor, ...]:
 
 
 def _layer_tensors(config: ModelConfig, number: int) -> list[CanonicalTensor]:
-    match config:
-        case Qwen3MoeConfig() | Qwen3Config():
-            keys = QWEN3_MOE_KEYS
-        case DeepseekConfig():
-            keys = deepseek_keys(config.is_sparse(number))
-        case GptOssConfig():
-            keys = GPT_OSS_KEYS
-    whole = _decoder_layer(config, number, Mesh.single(), AttentionBackend.REFERENCE)
-    return layer_tensors(whole, number, keys)
+    layer, keys = _decoder_layer(config, number, Mesh.single(), AttentionBackend.REFERENCE)
+    return layer_tensors(layer, number, keys)
 
 
 def skipped_layer(config: ModelConfig) -> int | None:

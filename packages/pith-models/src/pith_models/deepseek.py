@@ -267,20 +267,17 @@ class DeepseekLayer(nn.Module):
             bias=self.router_bias if config.is_v3 else None,
         )
         if config.n_shared_experts:
-            residual = residual + self._mlp(tokens, None)
+            residual = residual + self.experts(tokens, None, None)
         routing = Routing(expert_ids=ids, weights=weights, scores=scores, chosen=ids, logits=logits)
         return tokens, residual, routing
-
-    def _mlp(self, tokens: Tensor, weight_grads: WeightGradQueue | None) -> Tensor:
-        gate_up = linear(tokens, self.mlp_gate_up, weight_grads=weight_grads)
-        return linear(swiglu(gate_up), self.mlp_down_proj, weight_grads=weight_grads)
 
     def experts(
         self, tokens: Tensor, groups: Groups | None, weight_grads: WeightGradQueue | None
     ) -> Tensor:
-        """Rows in expert order, or dense tokens; both `[P, H]`."""
+        """Rows in expert order, or tokens of the MLP or shared experts; both `[P, H]`."""
         if groups is None:
-            return self._mlp(tokens, weight_grads)
+            gate_up = linear(tokens, self.mlp_gate_up, weight_grads=weight_grads)
+            return linear(swiglu(gate_up), self.mlp_down_proj, weight_grads=weight_grads)
         gate_up = grouped_linear(tokens, self.experts_gate_up, groups, weight_grads)
         return grouped_linear(swiglu(gate_up), self.experts_down_proj, groups, weight_grads)
 

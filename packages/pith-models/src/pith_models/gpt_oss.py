@@ -36,19 +36,15 @@ from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
 from pith_models.hf import FusedKey
-from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fields
+from pith_models.hf_config import GroupedQueryConfig, config_from_hf, written_hf_fields
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptOssConfig(DecoderConfig):
+class GptOssConfig(GroupedQueryConfig):
     """A GPT-OSS model."""
 
-    num_key_value_heads: int
-    """Key and value heads; divides query heads."""
-    head_dim: int
-    """Width of a head; even."""
     num_experts: int
     """Experts of a layer, over all ranks (`num_local_experts` in files)."""
     num_experts_per_tok: int

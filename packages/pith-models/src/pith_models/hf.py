@@ -13,11 +13,10 @@ import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -86,18 +85,13 @@ class CanonicalTensor:
     keeps_float32: bool = False
     """Whether files hold it in fp32, whatever their dtype."""
 
-    @property
-    def written(self) -> dict[str, tuple[int, ...]]:
-        """Key -> shape in an export."""
-        return self.stored(())
-
-    def fused_in(self, present: Container[str]) -> FusedKey | None:
-        """The fused key if files that have these keys hold it there."""
+    def fused_in(self, present: Container[str] = ()) -> FusedKey | None:
+        """The fused key if files that have these keys, or an export, hold it there."""
         is_fused = self.fused and (not self.keys or self.fused.key in present)
         return self.fused if is_fused else None
 
-    def stored(self, present: Container[str]) -> dict[str, tuple[int, ...]]:
-        """Key -> shape in files that have these keys."""
+    def stored(self, present: Container[str] = ()) -> dict[str, tuple[int, ...]]:
+        """Key -> shape in files that have these keys, or in an export."""
         fused = self.fused_in(present)
         if fused is None:
             return dict.fromkeys(self.keys, self.shape[1:] if self.is_expert_stack else self.shape)
@@ -122,7 +116,7 @@ def layer_tensors(
     stem, tensors = f"model.layers.{number}.", []
     for stored, parameter in layer.named_parameters():
         assert isinstance(parameter, DeclaredParameter), f"{stored} is not declared"
-        *shape, parts = *parameter.shape, parameter.parts
+        *shape, parts, role = *parameter.shape, parameter.parts, parameter.role
         if parts:
             shape[-2] //= len(parts)
         for name in parts or (stored,):
@@ -138,16 +132,8 @@ def layer_tensors(
                 fused = replace(_FUSED[last], key=stem + before + _FUSED[last].key)
             else:
                 own, fused = (stem + key,), None
-            tensors.append(
-                CanonicalTensor(
-                    f"layers.{number}.{name}",
-                    tuple(shape),
-                    own,
-                    parameter.role.is_expert,
-                    fused=fused,
-                    keeps_float32=parameter.role is Role.BALANCE_BIAS,
-                )
-            )
+            tensor = CanonicalTensor(f"layers.{number}.{name}", tuple(shape), own, role.is_expert)
+            tensors.append(replace(tensor, fused=fused, keeps_float32=role is Role.BALANCE_BIAS))
     return tensors
 
 
@@ -165,20 +151,18 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         dtype: torch.dtype,
         skipped_layer: int | None = None,
     ):
-        self._layout = {tensor.name: tensor for tensor in layout}
-        self._dtype = dtype
+        self._layout, self._dtype = {tensor.name: tensor for tensor in layout}, dtype
         headers, note = _read_headers(folder), ""
         prefix = f"model.layers.{skipped_layer}."
         if f"{prefix}eh_proj.weight" in headers:
-            kept = {key: v for key, v in headers.items() if not key.startswith(prefix)}
-            note = f"; {len(headers) - len(kept)} keys of {prefix[:-1]} skipped: multi-token "
+            skipped = [headers.pop(key) for key in [*headers] if key.startswith(prefix)]
+            note = f"; {len(skipped)} keys of {prefix[:-1]} skipped: multi-token "
             note += "prediction is not implemented"
-            headers = kept
         self._headers, self._parts = headers, _check_keys(folder, layout, headers)
         for tensor in layout:
-            if tensor.copy in self._parts:
+            if tensor.copy in headers:
                 copy = self._load(replace(tensor, keys=(tensor.copy,)))
-                if not torch.equal(copy, self[tensor.name]):
+                if not torch.equal(copy, self._load(tensor)):
                     raise ValueError(
                         f"{folder}: {tensor.copy} differs from {tensor.keys[0]}, tied by "
                         "config.json: set tie_word_embeddings to false there or remove it"
@@ -198,19 +182,17 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         """A block; of a stack only its experts are read."""
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=self._dtype)
-        tensor, experts = self._layout[name], None
+        tensor, experts = self._layout[name], slice(None)
         if tensor.is_expert_stack:
-            experts, offsets = range(offsets[0], offsets[0] + sizes[0]), (0, *offsets[1:])
+            experts, offsets = slice(offsets[0], offsets[0] + sizes[0]), (0, *offsets[1:])
         return cut_block(self._load(tensor, experts), offsets, sizes)
 
-    def _load(self, tensor: CanonicalTensor, experts: range | None = None) -> Tensor:
-        shape, places = tensor.shape, [(key, ...) for key in tensor.keys]
-        fused = tensor.fused_in(self._parts)
-        if fused:
-            places = [(fused.key, expert) for expert in range(shape[0])]
-        if experts:
-            shape = len(experts), *shape[1:]
-            places = [places[expert] for expert in experts]
+    def _load(self, tensor: CanonicalTensor, experts: slice = slice(None)) -> Tensor:
+        places = [(key, ...) for key in tensor.keys]
+        if fused := tensor.fused_in(self._parts):
+            places = [(fused.key, expert) for expert in range(tensor.shape[0])]
+        places = places[experts]
+        shape = (len(places), *tensor.shape[1:]) if tensor.is_expert_stack else tensor.shape
         out = torch.empty(shape, dtype=self._dtype)
         paths = {self._headers[part].path for key, _ in places for part in self._parts[key]}
         with ExitStack() as stack:
@@ -256,11 +238,10 @@ def export_tensors(
         raise ValueError(f"{out} exists: choose another folder or remove it")
     # As sets: `name in tensors` may read the tensor.
     expected, present = {tensor.name for tensor in layout}, set(tensors)
-    missing, unexpected = expected - present, present - expected
-    if missing or unexpected:
+    if expected != present:
         raise ValueError(
-            f"the tensors are not this model's: missing {_first(sorted(missing))}; "
-            f"unexpected {_first(sorted(unexpected))}"
+            f"the tensors are not this model's: missing {_first(expected - present)}; "
+            f"unexpected {_first(present - expected)}"
         )
     temporary, replaced = (out.with_name(f"{out.name}.{end}") for end in ("tmp", "replaced"))
     with held_folder(temporary) as lock:
@@ -272,7 +253,7 @@ def export_tensors(
                 shutil.copyfile(companions / name, temporary / name)
         fields = {**config_fields, "torch_dtype": _dtype_name(dtype)}
         _write_json(temporary / "config.json", fields)
-        _write_files(tensors, layout, temporary, dtype, max_file_bytes)
+        _write_values(tensors, layout, _create_files(layout, temporary, dtype, max_file_bytes))
         lock.unlink()
         if replace and out.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -310,6 +291,7 @@ class _Header(NamedTuple):
     path: Path
     shape: tuple[int, ...]
     dtype: str
+    offset: int = 0  # set where it is written
 
 
 def _read_headers(folder: Path) -> dict[str, _Header]:
@@ -334,7 +316,7 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
             raise ValueError(f"{path} is damaged: {error}") from None
     if has_index:
         actual = {key: header.path.name for key, header in headers.items()}
-        if odd := sorted(dict(index.items() ^ actual.items())):
+        if odd := dict(index.items() ^ actual.items()):
             raise ValueError(f"{index_path} and the files disagree about {_first(odd)}")
     return headers
 
@@ -360,12 +342,12 @@ def _check_keys(
     needed = {name: facts for part in parts.values() for name, facts in part.items()}
     wrong = [
         f"{name} {list(found.shape)} {found.dtype}, expected {list(shape)} {' or '.join(dtypes)}"
-        for name, (shape, dtypes) in sorted(needed.items())
+        for name, (shape, dtypes) in needed.items()
         if (found := headers.get(name)) and (found.shape != shape or found.dtype not in dtypes)
     ]
     found = {
-        "missing keys": sorted(needed.keys() - headers),
-        "unexpected keys": sorted(headers.keys() - needed),
+        "missing keys": needed.keys() - headers,
+        "unexpected keys": headers.keys() - needed,
         "wrong shapes or dtypes": wrong,
     }
     faults = [f"{label} ({len(keys)}): {_first(keys)}" for label, keys in found.items() if keys]
@@ -405,17 +387,12 @@ def _decode(values: Tensor, scales: Tensor | None = None) -> Tensor:
     return (values.float() * scales[..., :columns]).bfloat16()
 
 
-def _write_files(
-    tensors: Mapping[str, Tensor],
-    layout: Sequence[CanonicalTensor],
-    folder: Path,
-    dtype: torch.dtype,
-    max_file_bytes: int,
+def _write_values(
+    tensors: Mapping[str, Tensor], layout: Sequence[CanonicalTensor], places: Mapping[str, _Header]
 ) -> None:
-    places = _create_files(layout, folder, dtype, max_file_bytes)
     sharing: dict[str, list[CanonicalTensor]] = {}
     for tensor in layout:
-        sharing.setdefault(next(iter(tensor.written)), []).append(tensor)
+        sharing.setdefault(next(iter(tensor.stored())), []).append(tensor)
     for first_key, members in sharing.items():
         values: dict[str, Tensor] = {}
         for tensor in members:
@@ -423,66 +400,59 @@ def _write_files(
             if tuple(value.shape) != tensor.shape:
                 raise ValueError(f"{tensor.name} is {list(value.shape)}, expected {tensor.shape}")
             slices = tensor.slices(value)
-            if fused := tensor.fused_in(()):
+            if fused := tensor.fused_in():
                 place = places[first_key]
-                whole = values.setdefault(first_key, torch.empty(place.shape, dtype=place.dtype))
+                empty = torch.empty(place.shape, dtype=_DTYPES[place.dtype])
+                whole = values.setdefault(first_key, empty)
                 for expert, view in zip(whole, slices, strict=True):
                     _rows(expert, fused).copy_(view)
             else:
                 values = dict(zip(tensor.keys, slices, strict=True))
         for key, value in values.items():
             place = places[key]
-            flat = value.to("cpu", place.dtype).flatten().view(torch.uint8)
+            flat = value.to("cpu", _DTYPES[place.dtype]).flatten().view(torch.uint8)
             with place.path.open("r+b") as file:
                 file.seek(place.offset)
                 file.write(flat.numpy().data)
 
 
-class _Place(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    path: Path
-    offset: int
-
-
 def _create_files(
     layout: Sequence[CanonicalTensor], folder: Path, dtype: torch.dtype, max_file_bytes: int
-) -> dict[str, _Place]:
+) -> dict[str, _Header]:
     """Write index and files as safetensors does; return where values go."""
+    names = {own: name for name, own in _DTYPES.items()}
     written = {
-        key: (shape, torch.float32 if tensor.keeps_float32 else dtype)
+        key: (shape, "F32" if tensor.keeps_float32 else names[dtype])
         for tensor in layout
-        for key, shape in tensor.written.items()
+        for key, shape in tensor.stored().items()
     }
     total = sum(prod(shape) for shape, _ in written.values())
     assert total == sum(prod(tensor.shape) for tensor in layout), "a fused key has gaps"
-    sizes = {key: prod(shape) * own.itemsize for key, (shape, own) in written.items()}
-    files: list[list[str]] = [[]]
-    filled = 0
+    sizes = {key: prod(shape) * _DTYPES[own].itemsize for key, (shape, own) in written.items()}
+    files, filled = [[]], 0
     for key, size in sizes.items():
         if filled and filled + size > max_file_bytes:
             files, filled = [*files, []], 0
         files[-1].append(key)
         filled += size
-    names = {own: name for name, own in _DTYPES.items()}
-    places: dict[str, _Place] = {}
+    places: dict[str, _Header] = {}
     for number, keys in enumerate(files, start=1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         path = folder / (name if len(files) > 1 else SINGLE_FILE)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        starts, end = {}, 0
         # safetensors' order, widest first: every tensor is aligned.
-        keys.sort(key=lambda key: (-written[key][1].itemsize, key))
-        ends = dict(zip(keys, accumulate(sizes[key] for key in keys), strict=True))
-        for key, end in ends.items():
+        for key in sorted(keys, key=lambda key: (-_DTYPES[written[key][1]].itemsize, key)):
             shape, own = written[key]
-            offsets = [end - sizes[key], end]
-            header[key] = {"dtype": names[own], "shape": shape, "data_offsets": offsets}
+            starts[key], end = end, end + sizes[key]
+            offsets = [starts[key], end]
+            header[key] = {"dtype": own, "shape": shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        start = path.write_bytes(len(text).to_bytes(8, "little") + text)
-        os.truncate(path, start + sum(sizes[key] for key in keys))
-        for key, end in ends.items():
-            places[key] = _Place(*written[key], path, start + end - sizes[key])
+        data = path.write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(path, data + end)
+        for key, start in starts.items():
+            places[key] = _Header(path, *written[key], data + start)
     if len(files) > 1:
         metadata = {"total_size": sum(sizes.values()), "total_parameters": total}
         weight_map = {key: place.path.name for key, place in places.items()}
@@ -508,9 +478,9 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _first(names: Sequence[str]) -> str:
+def _first(names: Collection[str]) -> str:
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(names[:10]) + more if names else "none"
+    return ", ".join(sorted(names)[:10]) + more or "none"
 
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

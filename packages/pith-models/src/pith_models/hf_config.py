@@ -63,11 +63,6 @@ class DecoderConfig:
     may_be_zero = ()
     norm_rounds_once = False
 
-    @property
-    def has_window(self) -> bool:
-        """Whether any layer slides."""
-        return any(self.window(layer) for layer in range(self.num_hidden_layers))
-
     def window(self, layer: int) -> int | None:
         """Keys that a query of the layer (from 0) sees, if it slides."""
         return None
@@ -97,6 +92,16 @@ class DecoderConfig:
         ]
         scaling = self.rope_scaling
         return found + (scaling.violations("model.rope_scaling") if scaling else [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedQueryConfig(DecoderConfig):
+    """The fields of grouped-query attention."""
+
+    num_key_value_heads: int
+    """Key and value heads; divides the query heads."""
+    head_dim: int
+    """Width of a head; even."""
 
 
 _Config = TypeVar("_Config", bound=DecoderConfig)
@@ -206,12 +211,12 @@ def written_hf_fields(
     config: DecoderConfig, name: str, fixed: Mapping[str, object]
 ) -> dict[str, Any]:
     """The fields of a `config.json` that transformers 4 and 5 and vLLM read alike."""
-    own = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(config).items()}
-    scaling: dict[str, object] = {"rope_type": "default"}
-    if yarn := config.rope_scaling:
-        given = {key: v for key, v in asdict(yarn).items() if v is not None}
-        scaling = {"rope_type": "yarn", **given}
-        own["rope_scaling"] = {"type": "yarn", **scaling}
-    rope = {**scaling, "rope_theta": config.rope_theta}
-    written = {"architectures": [f"{name}ForCausalLM"], **_FIXED_HF_FIELDS, **fixed}
-    return {**written, **own, "rope_parameters": rope}
+    own: dict[str, Any] = asdict(config)
+    own |= {key: list(v) for key, v in own.items() if isinstance(v, tuple)}
+    rope: dict[str, object] = {"rope_type": "default"}
+    if yarn := own["rope_scaling"]:
+        rope = {"rope_type": "yarn", **{key: v for key, v in yarn.items() if v is not None}}
+        own["rope_scaling"] = {"type": "yarn", **rope}
+    rope["rope_theta"] = config.rope_theta
+    own |= {"architectures": [f"{name}ForCausalLM"], "rope_parameters": rope}
+    return {**_FIXED_HF_FIELDS, **fixed, **own}

@@ -9,19 +9,15 @@ The trap: a config.json without `head_dim` means 128, whatever `hidden_size / nu
 
 from dataclasses import dataclass
 
-from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fields
+from pith_models.hf_config import GroupedQueryConfig, config_from_hf, written_hf_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Config(DecoderConfig):
+class Qwen3Config(GroupedQueryConfig):
     """A dense Qwen3 model."""
 
-    num_key_value_heads: int
-    """Key and value heads; divides the query heads."""
-    head_dim: int
-    """Width of a head; even."""
-
-    num_experts = num_experts_per_tok = 0
+    num_experts = num_experts_per_tok = moe_intermediate_size = 0
+    norm_topk_prob = False
     aligned_sizes = ()
 
     def is_sparse(self, layer: int) -> bool:

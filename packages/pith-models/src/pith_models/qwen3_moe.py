@@ -31,18 +31,14 @@ from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table
-from pith_models.hf_config import DecoderConfig, config_from_hf, written_hf_fields
+from pith_models.hf_config import GroupedQueryConfig, config_from_hf, written_hf_fields
 from pith_models.qwen3_dense import Qwen3Config
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig(DecoderConfig):
+class Qwen3MoeConfig(GroupedQueryConfig):
     """A Qwen3-MoE model."""
 
-    num_key_value_heads: int
-    """Key and value heads; divides the query heads."""
-    head_dim: int
-    """Width of a head; even."""
     moe_intermediate_size: int
     """Width of one expert."""
     num_experts: int
@@ -140,7 +136,7 @@ class Qwen3MoeLayer(nn.Module):
         H, E, std = config.hidden_size, num_local_experts, config.initializer_range
         self.self_attention = Qwen3MoeAttention(config, backend, cp)
         self.mlp_norm = declare((H,), Role.NORM)
-        if isinstance(config, Qwen3MoeConfig) and E:
+        if E:
             I, parts = config.moe_intermediate_size, ("experts_gate_proj", "experts_up_proj")
             self.router = declare((config.num_experts, H), Role.ROUTER, std=std)
             self.experts_gate_up = declare((E, 2 * I, H), Role.EXPERT_MATRIX, std=std, parts=parts)
@@ -156,7 +152,7 @@ class Qwen3MoeLayer(nn.Module):
         """Normed tokens, residual, both `[T, H]`, routing (to `chosen` if given)."""
         config, residual = self.config, self.self_attention(hidden, batch)
         tokens = rms_norm(residual, self.mlp_norm, config.rms_norm_eps)
-        if isinstance(config, Qwen3Config) or not self.num_local_experts:
+        if not self.num_local_experts:
             return tokens, residual, None
         logits = router_logits(tokens, self.router)
         ids, weights, scores = score_topk(
