@@ -378,7 +378,7 @@ def _new_folder(output: Path) -> Generator[Path]:
 def _encode(
     batches: Iterator[list[str]], tokenizer: Tokenizer, num_workers: int
 ) -> Iterator[Encoding]:
-    """Every document, in order; at most two batches a worker are under way.
+    """Every document, in order; one batch more than workers is under way.
 
     In threads: `tokenizers` holds no Python lock while it encodes, nearly all of the time.
     """
@@ -386,7 +386,7 @@ def _encode(
     with ThreadPoolExecutor(num_workers) as pool:
         for batch in batches:
             pending.append(pool.submit(encode, batch, add_special_tokens=False))
-            if len(pending) > 2 * num_workers:
+            if len(pending) > num_workers:
                 yield from pending.popleft().result()
         for future in pending:
             yield from future.result()
