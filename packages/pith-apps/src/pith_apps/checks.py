@@ -10,7 +10,6 @@ import sys
 import warnings
 from dataclasses import asdict
 from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -215,37 +214,37 @@ def _dense_violations(config: RunConfig) -> list[str]:
 
 
 def _range_violations(config: RunConfig) -> list[str]:
+    train, name, norm = config.train, config.name, config.train.max_grad_norm
     least = {
-        "nproc": 1,
-        "train.steps": 1,
-        "train.batch": 1,
-        "train.micro_batch": 1,
-        "train.sequence_length": 1,
-        "train.seed": 0,
-        "evaluation.interval": 0,
-        "evaluation.sequences": 1,
-        "checkpoint.interval": 0,
-        "checkpoint.keep": 1,
+        "nproc": (config.nproc, 1),
+        "train.steps": (train.steps, 1),
+        "train.batch": (train.batch, 1),
+        "train.micro_batch": (train.micro_batch, 1),
+        "train.sequence_length": (train.sequence_length, 1),
+        "train.seed": (train.seed, 0),
+        "evaluation.interval": (config.evaluation.interval, 0),
+        "evaluation.sequences": (config.evaluation.sequences, 1),
+        "checkpoint.interval": (config.checkpoint.interval, 0),
+        "checkpoint.keep": (config.checkpoint.keep, 1),
     }
     found = [
-        _refusal(config, path, f"whole numbers from {low}", f"{low} or more")
-        for path, low in least.items()
-        if (value := attrgetter(path)(config)) is not None and value < low
+        _refusal(path, value, f"whole numbers from {low}", f"{low} or more")
+        for path, (value, low) in least.items()
+        if value is not None and value < low
     ]
-    if config.train.seed >= 2**63:
-        found.append(_refusal(config, "train.seed", "numbers below 2**63", 0))
+    if train.seed >= 2**63:
+        found.append(_refusal("train.seed", train.seed, "numbers below 2**63", 0))
     if not 0 < config.timeout <= 1e9:
-        found.append(_refusal(config, "timeout", "seconds above 0 and up to 1e9", 600))
-    name = config.name
+        found.append(_refusal("timeout", config.timeout, "seconds above 0 and up to 1e9", 600))
     if Path(name).name != name or name in ("", "..") or len(os.fsencode(name)) > 255:
-        found.append(_refusal(config, "name", "names of one folder, up to 255 bytes", "my-run"))
-    if not config.train.max_grad_norm > 0:
-        found.append(_refusal(config, "train.max_grad_norm", "numbers above 0", 1))
+        found.append(_refusal("name", name, "names of one folder, up to 255 bytes", "my-run"))
+    if not norm > 0:
+        found.append(_refusal("train.max_grad_norm", norm, "numbers above 0", 1))
     return found
 
 
-def _refusal(config: RunConfig, path: str, allowed: str, fix: object) -> str:
-    value, option = attrgetter(path)(config), path.replace("_", "-")
+def _refusal(path: str, value: object, allowed: str, fix: object) -> str:
+    option = path.replace("_", "-")
     return f"{path} is {value!r}: allowed are {allowed}; set --{option} {fix}"
 
 
@@ -282,7 +281,7 @@ def _mesh_violations(config: RunConfig, machine: Machine) -> list[str]:
     found, batch, size = [], config.train.batch, config.train.micro_batch
     if _sound(config, "train.batch", "train.micro_batch") and batch % size:
         allowed = f"multiples of train.micro_batch {size}"
-        found.append(_refusal(config, "train.batch", allowed, batch + size - batch % size))
+        found.append(_refusal("train.batch", batch, allowed, batch + size - batch % size))
     if config.layers_per_chunk is not None and _sound(config, "mesh.pp", "model.num_hidden_layers"):
         layers = config.model.num_hidden_layers
         found += partition_violations(config.layers_per_chunk, config.mesh.pp, layers)
@@ -303,14 +302,14 @@ def _model_violations(config: RunConfig) -> list[str]:
     if (config.train.device, config.train.dtype) == ("cuda", "bf16"):
         # Rows of a grouped matrix product must start at multiples of 16 bytes.
         found += [
-            _refusal(config, path, "multiples of 8 in bf16 on a GPU", size + 8 - size % 8)
-            for path in (f"model.{name}" for name in model.aligned_sizes)
-            if (size := attrgetter(path)(config)) % 8 and _sound(config, path)
+            _refusal(f"model.{name}", size, "multiples of 8 in bf16 on a GPU", size + 8 - size % 8)
+            for name, size in asdict(model).items()
+            if name in model.aligned_sizes and size % 8 and _sound(config, f"model.{name}")
         ]
     sound = _sound(config, "model.max_position_embeddings", "train.sequence_length")
     if sound and length > (longest := model.max_position_embeddings):
         allowed = f"lengths up to model.max_position_embeddings {longest}"
-        found.append(_refusal(config, "train.sequence_length", allowed, longest))
+        found.append(_refusal("train.sequence_length", length, allowed, longest))
     return found
 
 
@@ -357,7 +356,7 @@ def _data_violations(config: RunConfig) -> list[str]:
         if fault:
             found.append(f"{here}: {fault}")
     return found + [
-        _refusal(config, "model.vocab_size", f"{size} or more, the ids of {path}", size)
+        _refusal("model.vocab_size", vocab_size, f"{size} or more, the ids of {path}", size)
         for path, size in sizes.items()
         if size > vocab_size
     ]
