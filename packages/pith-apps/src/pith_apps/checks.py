@@ -18,12 +18,7 @@ from pith_engine.balance import BalanceConfig
 from pith_engine.mesh import mesh_violations
 from pith_engine.partition import partition_violations
 from pith_engine.violations import raise_violations
-from pith_models.build import (
-    ModelConfig,
-    canonical_tensors,
-    model_config_from_hf,
-    skipped_layer,
-)
+from pith_models.build import ModelConfig, canonical_tensors, model_config_from_hf, skipped_layer
 from pith_models.hf import HuggingFaceTensors, read_hf_config
 
 from pith_apps.config import RunConfig, config_record, model_record
@@ -52,16 +47,14 @@ def check_run(config: RunConfig, machine: Machine) -> None:
 
 def violations(config: RunConfig, machine: Machine) -> list[str]:
     """What is wrong with running `config` on `machine`, a line each."""
-    own = own_violations(config)
-    found = step_violations(config, machine) + _place_violations(config, own)
-    found += _mesh_violations(config, machine, own) + _start_violations(config)
-    return found + _data_violations(config, own)
+    found = step_violations(config, machine) + _place_violations(config)
+    found += _mesh_violations(config, machine) + _start_violations(config)
+    return found + _data_violations(config)
 
 
 def step_violations(config: RunConfig, machine: Machine) -> list[str]:
     """What keeps any step from running here, whatever mesh and data."""
-    own = own_violations(config)
-    found = own + _model_violations(config, own)
+    found = own_violations(config) + _model_violations(config)
     model_type = config.model.to_hf()["model_type"]
     settings = {
         "balance.method bias": config.balance.method == "bias",
@@ -76,23 +69,18 @@ def step_violations(config: RunConfig, machine: Machine) -> list[str]:
             if settings[option] and settings[other]
         ]
     here, gpus = machine.processes_here, machine.num_gpus
-    if _sound(own, "nproc", "mesh") and config.train.device == "cuda" and here > gpus:
+    if _sound(config, "nproc", "mesh") and config.train.device == "cuda" and here > gpus:
         smaller = f"use a mesh of {gpus} ranks or " if gpus else ""
         found.append(
             f"train.device is 'cuda' with {here} processes here: this machine shows {gpus} GPU(s); "
             f"{smaller}set --train.device cpu --train.dtype fp32"
         )
-    if _sound(own, "model"):
+    if _sound(config, "model"):
         try:
             chosen_attention(config)
         except ValueError as error:
             found.append(f"train.attention is {config.train.attention!r}: {error}")
     return found
-
-
-def check_values(config: RunConfig) -> None:
-    """The same for commands that run no step."""
-    raise_violations(own_violations(config), f"{config.name!r} describes no run")
 
 
 def own_violations(config: RunConfig) -> list[str]:
@@ -101,10 +89,10 @@ def own_violations(config: RunConfig) -> list[str]:
     return _range_violations(config) + [line for part in parts for line in part.violations()]
 
 
-def _sound(own: list[str], *paths: str) -> bool:
+def _sound(config: RunConfig, *paths: str) -> bool:
     """Whether no line of `own_violations` is about these fields or theirs."""
     prefixes = tuple(f"{path}." for path in paths)
-    return not any(f"{line.split()[0]}.".startswith(prefixes) for line in own)
+    return not any(f"{line.split()[0]}.".startswith(prefixes) for line in own_violations(config))
 
 
 def check_resume(config: RunConfig) -> None:
@@ -204,11 +192,11 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
     """`path: old -> new` for all that differs in two `config_record` trees."""
     found = []
     for name in sorted(old.keys() & new.keys()):
-        before, after = old[name], new[name]
+        path, before, after = f"{prefix}{name}", old[name], new[name]
         if isinstance(before, dict) and isinstance(after, dict):
-            found += changed_fields(before, after, f"{prefix}{name}.")
+            found += changed_fields(before, after, f"{path}.")
         elif before != after:
-            found.append(f"{prefix}{name}: {before} -> {after}")
+            found.append(f"{path}: {before} -> {after}")
     return found
 
 
@@ -260,21 +248,19 @@ def _refusal(path: str, value: object, allowed: str, fix: object) -> str:
     return f"{path} is {value!r}: allowed are {allowed}; set --{option} {fix}"
 
 
-def _place_violations(config: RunConfig, own: list[str]) -> list[str]:
+def _place_violations(config: RunConfig) -> list[str]:
     found = []
     if config.log.tensorboard and find_spec("tensorboard") is None:
         found.append("log.tensorboard is True: run pip install 'pith-apps[tensorboard]'")
-    folder = config.run_folder if _sound(own, "name") else config.runs_folder
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
+    folder = (config.run_folder if _sound(config, "name") else config.runs_folder).absolute()
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         found.append(
             f"runs_folder is {str(config.runs_folder)!r}: {existing} is no folder to write to; "
             "set --runs-folder to one"
         )
     checkpoints = config.checkpoint_folder
-    if _sound(own, "name") and os.path.lexists(checkpoints) and not checkpoints.is_dir():
+    if _sound(config, "name") and os.path.lexists(checkpoints) and not checkpoints.is_dir():
         found.append(f"{checkpoints} is not a folder: remove it or set another --name")
     return found
 
@@ -291,18 +277,16 @@ def fit_violations(config: RunConfig, world_size: int) -> list[str]:
     )
 
 
-def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> list[str]:
-    found, layers = [], config.model.num_hidden_layers
-    batch, size = config.train.batch, config.train.micro_batch
-    if _sound(own, "train.batch", "train.micro_batch") and batch % size:
-        above = batch + size - batch % size
-        found.append(
-            _refusal("train.batch", batch, f"multiples of train.micro_batch {size}", above)
-        )
-    if config.layers_per_chunk is not None and _sound(own, "mesh.pp", "model.num_hidden_layers"):
+def _mesh_violations(config: RunConfig, machine: Machine) -> list[str]:
+    found, batch, size = [], config.train.batch, config.train.micro_batch
+    if _sound(config, "train.batch", "train.micro_batch") and batch % size:
+        allowed = f"multiples of train.micro_batch {size}"
+        found.append(_refusal("train.batch", batch, allowed, batch + size - batch % size))
+    if config.layers_per_chunk is not None and _sound(config, "mesh.pp", "model.num_hidden_layers"):
+        layers = config.model.num_hidden_layers
         found += partition_violations(config.layers_per_chunk, config.mesh.pp, layers)
-    train = ("train.batch", "train.micro_batch", "train.sequence_length")
-    if not _sound(own, "nproc", "mesh", "model.num_experts", "model.num_hidden_layers", *train):
+    sizes = ("model.num_experts", "model.num_hidden_layers", "train.sequence_length")
+    if not _sound(config, "nproc", "mesh", "train.batch", "train.micro_batch", *sizes):
         return found
     found += fit_violations(config, machine.world_size)
     return found + [
@@ -313,25 +297,25 @@ def _mesh_violations(config: RunConfig, machine: Machine, own: list[str]) -> lis
     ]
 
 
-def _model_violations(config: RunConfig, own: list[str]) -> list[str]:
+def _model_violations(config: RunConfig) -> list[str]:
     model, length, found = config.model, config.train.sequence_length, []
     if (config.train.device, config.train.dtype) == ("cuda", "bf16"):
         # Rows of a grouped matrix product must start at multiples of 16 bytes.
         found += [
             _refusal(f"model.{name}", size, "multiples of 8 in bf16 on a GPU", size + 8 - size % 8)
             for name, size in asdict(model).items()
-            if name in model.aligned_sizes and size % 8 and _sound(own, f"model.{name}")
+            if name in model.aligned_sizes and size % 8 and _sound(config, f"model.{name}")
         ]
-    sound = _sound(own, "model.max_position_embeddings", "train.sequence_length")
+    sound = _sound(config, "model.max_position_embeddings", "train.sequence_length")
     if sound and length > (longest := model.max_position_embeddings):
         allowed = f"lengths up to model.max_position_embeddings {longest}"
         found.append(_refusal("train.sequence_length", length, allowed, longest))
     return found
 
 
-def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
+def _data_violations(config: RunConfig) -> list[str]:
     data, found, sizes = config.data, [], dict[str, int]()
-    vocab_size = config.model.vocab_size if _sound(own, "model.vocab_size") else sys.maxsize
+    vocab_size = config.model.vocab_size if _sound(config, "model.vocab_size") else sys.maxsize
     if data.standard_library and (data.training or data.held_out or data.tokenizer):
         found.append(
             "data.standard_library is True beside data.training, data.held_out or data.tokenizer: "
@@ -368,8 +352,9 @@ def _data_violations(config: RunConfig, own: list[str]) -> list[str]:
         if path == "data.held_out":
             fault = "one token has no target; give more text" if meta.num_tokens < 2 else ""
         else:
-            fault = too_few_samples(meta.num_tokens, length, batch) if length > 0 else ""
-        found += [f"{here}: {fault}"] if fault else []
+            fault = length > 0 and too_few_samples(meta.num_tokens, length, batch)
+        if fault:
+            found.append(f"{here}: {fault}")
     return found + [
         _refusal("model.vocab_size", vocab_size, f"{size} or more, the ids of {path}", size)
         for path, size in sizes.items()

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from pith_engine.violations import did_you_mean
+from pith_engine.violations import did_you_mean, raise_violations
 
 if TYPE_CHECKING:
     from pith_apps.arguments import RunArguments
@@ -94,8 +94,7 @@ def _launcher() -> int | None:
 
 def _follow_launcher() -> None:
     """Let the kernel end this worker with its launcher (Linux)."""
-    launcher = _launcher()
-    if launcher is None:
+    if (launcher := _launcher()) is None:
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher reports it
     if sys.platform == "linux":
@@ -113,10 +112,8 @@ def _run_verb(verb: str, rest: list[str]) -> int:
             return _run_in_ranks(verb, rest)
         case "parity", _:
             return _parity(rest)
-        case "convert", ["export", *options]:
-            return _export(options)
-        case "convert", ["import", *options]:
-            return _import(options)
+        case "convert", ["export" | "import" as direction, *options]:
+            return _convert(direction, options)
         case "convert", _:
             raise ValueError("say `pith convert export RECIPE` or `pith convert import RECIPE`")
     verbs = ("tokenize", "pretrain", "evaluate", "convert", "parity")
@@ -146,26 +143,20 @@ def _tokenize(rest: list[str]) -> int:
     return 0
 
 
-def _export(rest: list[str]) -> int:
-    from pith_apps.arguments import ExportArguments
-    from pith_apps.checks import check_values
-    from pith_apps.convert import export_newest
-
-    arguments = _parse_recipe("convert export", rest, ExportArguments)
-    check_values(arguments.config)
-    export_newest(arguments.config, arguments.output, arguments.dtype)
-    return 0
-
-
-def _import(rest: list[str]) -> int:
+def _convert(direction: str, rest: list[str]) -> int:
     from pith_models.hf import held_folder
 
-    from pith_apps.arguments import ImportArguments
-    from pith_apps.checks import check_values
-    from pith_apps.convert import import_checkpoint
+    from pith_apps.arguments import ExportArguments, ImportArguments
+    from pith_apps.checks import own_violations
+    from pith_apps.convert import export_newest, import_checkpoint
 
-    arguments = _parse_recipe("convert import", rest, ImportArguments)
-    check_values(config := arguments.config)
+    form = ExportArguments if direction == "export" else ImportArguments
+    arguments = _parse_recipe(f"convert {direction}", rest, form)
+    config = arguments.config
+    raise_violations(own_violations(config), f"{config.name!r} describes no run")
+    if isinstance(arguments, ExportArguments):
+        export_newest(config, arguments.output, arguments.dtype)
+        return 0
     run = config.run_folder  # which a refusal shall not make
     with held_folder(run) if run.exists() else nullcontext():
         import_checkpoint(arguments.source, config.checkpoint_folder, config.model)
@@ -189,8 +180,7 @@ def _run_in_ranks(verb: str, rest: list[str]) -> int:
     else:
         required_checkpoint(config)
     # A launcher holds the run folder for its ranks, which end with it.
-    is_first = _launcher() is None and read_launch(os.environ).rank == 0
-    is_writer = verb == "pretrain" and is_first
+    is_writer = verb == "pretrain" and _launcher() is None and read_launch(os.environ).rank == 0
     with held_folder(config.run_folder) if is_writer else nullcontext():
         if is_writer and config.data.standard_library and not config.folders.held_out.exists():
             print("tokenising the standard library (once, about 20 s)", flush=True)
@@ -251,8 +241,7 @@ def _option_names(options: list[str]) -> list[str]:
     """The options by name, `--no-x` as `--x`; refuses one given twice."""
     spelled = [option.split("=")[0].replace("_", "-") for option in options if option[:2] == "--"]
     names = [re.sub(r"(^--|\.)no-", r"\1", name) for name in spelled]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"given more than once: {', '.join(twice)}; keep one")
     return names
 

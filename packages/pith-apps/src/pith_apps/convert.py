@@ -8,7 +8,6 @@ a trained fp32 weight exported in bf16 is rounded.
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -121,20 +120,19 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
             )
             for tensor in layout
         }
-        read = partial(_read_and_count, tensors, bar)
+
+        def read(key: str) -> Tensor:
+            name = key.removeprefix("model.")
+            tensor = tensors[name]
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} holds values that are not finite")
+            bar.update(tensor.numel())
+            return tensor
+
         facts = {"imported_from": str(source), "config": {"model": model_record(config)}}
         path = write_checkpoint(checkpoints, 0, blocks, facts, Mesh.single(), read)
     print(f"imported {source} to {path}: {len(layout)} tensors, {total * 4 / 1e6:,.1f} MB")
     return path
-
-
-def _read_and_count(tensors: Mapping[str, Tensor], bar: tqdm, key: str) -> Tensor:
-    name = key.removeprefix("model.")
-    tensor = tensors[name]
-    if not tensor.isfinite().all():
-        raise ValueError(f"{name} holds values that are not finite")
-    bar.update(tensor.numel())
-    return tensor
 
 
 def _companion_fields(folder: Path) -> dict[str, object]:

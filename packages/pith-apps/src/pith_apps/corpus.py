@@ -27,7 +27,7 @@ from typing import BinaryIO, Literal
 
 import numpy
 from pith_engine.violations import raise_violations, type_violations
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 END_OF_TEXT = "<|endoftext|>"
@@ -86,10 +86,9 @@ class Corpus:
         """Map a folder for `vocab_size` ids, reading no token; ValueError if it does not fit."""
         try:
             fields = json.loads((folder / "meta.json").read_text())
-            faults = type_violations(fields, CorpusMeta, "") or [
+            if faults := type_violations(fields, CorpusMeta, "") or [
                 f"{k} is {v}, below 0" for k, v in fields.items() if type(v) is int and v < 0
-            ]
-            if faults:
+            ]:
                 raise ValueError("; ".join(faults))
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(
@@ -148,15 +147,14 @@ def tokenize_files(
         batches = _batches(read_documents(files, text_field))
         with (folder / "tokens.npy").open("wb") as file:
             start = _write_header(file, dtype, 0)
-            for ids in _encode(batches, tokenizer, num_workers):
-                if not len(ids):
+            for encoding in _encode(batches, tokenizer, num_workers):
+                if not len(encoding):
                     num_empty += 1
                     continue
-                ids = numpy.append(ids, numpy.uint32(eos_id))
+                ids = numpy.array([*encoding.ids, eos_id], dtype=dtype)
                 max_id = max(max_id, int(ids.max()))
-                data = ids.astype(dtype).data
-                digest.update(data)
-                file.write(data)
+                digest.update(ids.data)
+                file.write(ids.data)
                 ends.append(ends[-1] + len(ids))
             file.seek(0)  # the length is known now; numpy pads the header for that
             assert _write_header(file, dtype, ends[-1]) == start, "the header of a .npy file grew"
@@ -232,10 +230,10 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(read_documents(_spread(files, max_bytes), "text"), trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
+    if (size := tokenizer.get_vocab_size()) != vocab_size:
         raise ValueError(
-            f"vocab_size {vocab_size}: the text gives only {tokenizer.get_vocab_size()} entries; "
-            "give more text or set it lower"
+            f"vocab_size {vocab_size}: the text gives only {size} entries; give more text or set "
+            "it lower"
         )
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -379,24 +377,19 @@ def _new_folder(output: Path) -> Generator[Path]:
 
 def _encode(
     batches: Iterator[list[str]], tokenizer: Tokenizer, num_workers: int
-) -> Iterator[numpy.ndarray]:
-    """Ids uint32 of every document, in order; at most two batches a worker are under way.
+) -> Iterator[Encoding]:
+    """Every document, in order; one batch more than workers is under way.
 
     In threads: `tokenizers` holds no Python lock while it encodes, nearly all of the time.
     """
-    pending: deque[Future[list[numpy.ndarray]]] = deque()
+    encode, pending = tokenizer.encode_batch_fast, deque[Future[list[Encoding]]]()
     with ThreadPoolExecutor(num_workers) as pool:
         for batch in batches:
-            pending.append(pool.submit(_encode_batch, tokenizer, batch))
-            if len(pending) > 2 * num_workers:
+            pending.append(pool.submit(encode, batch, add_special_tokens=False))
+            if len(pending) > num_workers:
                 yield from pending.popleft().result()
         for future in pending:
             yield from future.result()
-
-
-def _encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[numpy.ndarray]:
-    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return [numpy.array(encoding.ids, dtype=numpy.uint32) for encoding in encodings]
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:

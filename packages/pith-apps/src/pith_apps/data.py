@@ -16,6 +16,7 @@ applied again while the result falls outside it (cycle walking; Black and Rogawa
 """
 
 import hashlib
+import struct
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -44,8 +45,8 @@ class TrainingData:
         device: torch.device,
     ):
         """`tokens` `[N]`; a ValueError if there are too few samples."""
-        self.tokens, self.device, self.cp, self.train = tokens, device, mesh.cp, train
-        self.vocab_size = vocab_size
+        self.tokens, self.vocab_size, self.train = tokens, vocab_size, train
+        self.device, self.cp = device, mesh.cp
         self.num_samples = num_samples(len(tokens), train.sequence_length)
         self.local_sequences = _local_range(mesh, train)
         if fault := too_few_samples(len(tokens), train.sequence_length, train.batch):
@@ -65,10 +66,10 @@ class TrainingData:
         return _batches_of(rows, self.train.micro_batch, self.cp)
 
     def _read(self, step: int) -> Tensor:
-        train, samples = self.train, []
+        train, size, samples = self.train, self.num_samples, []
         for sequence in self.local_sequences:
-            epoch, place = divmod((step - 1) * train.batch + sequence, self.num_samples)
-            samples.append(permuted(place, self.num_samples, train.seed, epoch))
+            epoch, place = divmod((step - 1) * train.batch + sequence, size)
+            samples.append(permuted(place, size, train.seed, epoch))
         return _read_rows(self.tokens, samples, train.sequence_length, self.vocab_size)
 
 
@@ -88,10 +89,9 @@ def held_out_batches(
     """
     total = -(-(len(tokens) - 1) // train.sequence_length)
     count, local = min(total, max_samples), _local_range(mesh, train)
-    chosen = [place * total // count for place in range(count)]
+    samples = [place * total // count for place in range(count)] + [total] * (-count % train.batch)
     for first in range(0, count, train.batch):
-        samples = chosen[first : first + train.batch] + [total] * (first + train.batch - count)
-        mine = samples[local.start : local.stop]
+        mine = samples[first + local.start : first + local.stop]
         rows = _read_rows(tokens, mine, train.sequence_length, vocab_size)
         yield _batches_of(rows.to(device), train.micro_batch, mesh.cp)
 
@@ -116,9 +116,8 @@ def permuted(place: int, size: int, seed: int, epoch: int) -> int:
     """Where `place` goes in the permutation of `range(size)` that belongs to (seed, epoch)."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
-    key = f"{seed}/{epoch}".encode()
-    digest = hashlib.blake2b(key, digest_size=8 * NUM_ROUNDS).digest()
-    keys = [int.from_bytes(digest[8 * k : 8 * k + 8], "little") for k in range(NUM_ROUNDS)]
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * NUM_ROUNDS).digest()
+    keys = struct.unpack(f"<{NUM_ROUNDS}Q", digest)
     while True:
         left, right = place >> half, place & mask
         for round_key in keys:  # a round can be undone, whatever `_mix` is
@@ -139,9 +138,8 @@ def _mix(value: int, key: int) -> int:
 def _local_range(mesh: Mesh, train: TrainConfig) -> range:
     """This batch rank's sequences of a step."""
     num_ranks = mesh.config.num_batch_ranks
-    assert train.batch % (num_ranks * train.micro_batch) == 0, (
-        "mesh_violations refuses such a batch"
-    )
+    is_even = train.batch % (num_ranks * train.micro_batch) == 0
+    assert is_even, "mesh_violations refuses such a batch"
     share = train.batch // num_ranks
     return range(mesh.batch_rank * share, (mesh.batch_rank + 1) * share)
 
@@ -150,10 +148,9 @@ def _read_rows(
     tokens: numpy.ndarray, samples: list[int], sequence_length: int, vocab_size: int
 ) -> Tensor:
     """`[n, S + 1]` int64 ids of n samples; `IGNORED_TARGET` where the data has ended."""
-    shape = (len(samples), sequence_length + 1)
-    rows = numpy.full(shape, IGNORED_TARGET, dtype=numpy.int64)
+    rows = numpy.full((len(samples), sequence_length + 1), IGNORED_TARGET, dtype=numpy.int64)
     for row, index in zip(rows, samples, strict=True):
-        ids = tokens[index * sequence_length : (index + 1) * sequence_length + 1]
+        ids = tokens[index * sequence_length :][: sequence_length + 1]
         row[: len(ids)] = ids
     if rows.max() >= vocab_size:
         raise ValueError(f"the data holds id {rows.max()}, outside vocab_size {vocab_size}")
@@ -164,13 +161,13 @@ def _batches_of(rows: Tensor, micro_batch: int, cp: Axis) -> list[Batch]:
     """`[n, S + 1]` int64 -> this rank's part of each micro-batch."""
     length = rows.shape[1] - 1
     positions = torch.arange(length, device=rows.device).repeat(micro_batch)
-    batches = []
-    for part in rows.split(micro_batch):
-        whole = Batch(
+    batches = (
+        Batch(
             tokens=part[:, :-1].clamp(min=0).flatten(),
             targets=part[:, 1:].flatten(),
             positions=positions,
             sequence_length=length,
         )
-        batches.append(shard_batch(whole, cp))
-    return batches
+        for part in rows.split(micro_batch)
+    )
+    return [shard_batch(batch, cp) for batch in batches]

@@ -127,7 +127,7 @@ def parity_plan(
     arguments: ParityArguments, given: Sequence[str]
 ) -> tuple[list[RunConfig], tuple[str, ...]]:
     """The runs and variations of a command; a ValueError for `given` options that are not read."""
-    variations = tuple(dict.fromkeys(name for name in arguments.variations.split(",") if name))
+    variations = tuple(dict.fromkeys(filter(None, arguments.variations.split(","))))
     replaced = ["--mesh.", "--layers-per-chunk", "--train.dtype", "--train.batch"]
     replaced += [option for option, name in VARIED_OPTIONS.items() if name in variations]
     if twice := [name for name in given if name.startswith(tuple(replaced))]:
@@ -138,10 +138,10 @@ def parity_plan(
         raise ValueError(f"{', '.join(unused)}: parity runs one step and reads none of these")
     if arguments.meshes and arguments.grid == "full":
         raise ValueError("--meshes beside --grid full: give one of them")
-    labels = FULL_GRID if arguments.grid == "full" else PARITY_MESHES
+    grid = FULL_GRID if arguments.grid == "full" else PARITY_MESHES
     if not arguments.config.model.num_experts:
-        labels = without_experts(labels)
-    labels = arguments.meshes or labels
+        grid = without_experts(grid)
+    labels = arguments.meshes or grid
     return parity_runs(arguments.config, labels, arguments.dtype, variations), variations
 
 
@@ -165,17 +165,16 @@ def parity_runs(
 
     It has at least 8 sequences, and `2 * pp` micro-batches on a batch rank of every mesh.
     """
-    varied, runs = vary(config, variations), list[RunConfig]()
+    varied = replace(vary(config, variations), layers_per_chunk=None)
+    runs, batch = list[RunConfig](), 8
     for label in labels:
-        mesh, sharding = parse_mesh(label.removeprefix("hsdp-")), varied.sharding
-        if label.startswith("hsdp-"):
-            if mesh.dp == 1:
-                raise ValueError(f"mesh {label!r}: hsdp replicates over dp; give dp 2 or more")
-            sharding = replace(sharding, replicate_dense=True)
-        runs.append(replace(varied, mesh=mesh, sharding=sharding, layers_per_chunk=None))
-    size = max(1, config.train.micro_batch)
-    counts = [2 * run.mesh.pp * run.mesh.num_batch_ranks * size for run in runs]
-    train = replace(varied.train, dtype=dtype, batch=math.lcm(8, *counts))
+        mesh, is_hsdp = parse_mesh(label.removeprefix("hsdp-")), label.startswith("hsdp-")
+        if is_hsdp and mesh.dp == 1:
+            raise ValueError(f"mesh {label!r}: hsdp replicates over dp; give dp 2 or more")
+        runs.append(replace(vary(varied, ["hsdp"] if is_hsdp else []), mesh=mesh))
+        counted = 2 * mesh.pp * mesh.num_batch_ranks * max(1, config.train.micro_batch)
+        batch = math.lcm(batch, counted)
+    train = replace(varied.train, dtype=dtype, batch=batch)
     return [replace(run, train=train) for run in runs]
 
 
@@ -188,16 +187,14 @@ def vary(config: RunConfig, variations: Sequence[str]) -> RunConfig:
     balance = replace(config.balance, coefficient=0.5, z_coefficient=0.05)
     if balance.method in ("none", "bias"):
         balance = replace(balance, method="sequence")
-    changes: dict[str, dict[str, Any]] = {
-        "aux": {"balance": balance},
-        "tied": {"model": replace(config.model, tie_word_embeddings=True)},
-        "recompute": {"train": replace(config.train, recompute="attention+experts")},
-        "muon": {"optim": replace(config.optim, method="muon")},
-        "hsdp": {"sharding": replace(config.sharding, replicate_dense=True)},
+    changes: dict[str, tuple[str, Any]] = {
+        "aux": ("balance", balance),
+        "tied": ("model", replace(config.model, tie_word_embeddings=True)),
+        "recompute": ("train", replace(config.train, recompute="attention+experts")),
+        "muon": ("optim", replace(config.optim, method="muon")),
+        "hsdp": ("sharding", replace(config.sharding, replicate_dense=True)),
     }
-    for name in variations:
-        config = replace(config, **changes.get(name, {}))
-    return config
+    return replace(config, **dict(changes[name] for name in variations if name in changes))
 
 
 def check_parity(
@@ -327,7 +324,7 @@ def compute_reference(config: RunConfig, batch: Batch) -> ParityReference:
     ((loss + terms) / num_targets).backward()
     for unit in trainer.units:
         unit.reduce()
-    weights = {b.name: b.tensor.clone() for p in trainer.parameters for b in _blocks(p, p.shard)}
+    weights = {block.name: block.tensor.clone() for block in _shards(trainer.parameters)}
     gradients = {b.name: b.tensor for p in trainer.parameters for b in _blocks(p, p.grad)}
     return ParityReference(
         weights=weights,
@@ -346,10 +343,10 @@ def compare_mesh(
 ) -> ParityResult:
     """Run the step on the mesh of `config`, all of whose ranks call this."""
     trainer = _build_uneven(config, mesh, batch.tokens.device)
-    weights = [block for p in trainer.parameters for block in _blocks(p, p.shard)]
+    weights = _shards(trainer.parameters)
     weights_equal = all(_difference(b, reference.weights, 1.0) == 0 for b in weights)
-    per_rank, size = config.train.batch // mesh.config.num_batch_ranks, config.train.micro_batch
-    firsts = range(mesh.batch_rank * per_rank, (mesh.batch_rank + 1) * per_rank, size)
+    share, size = config.train.batch // mesh.config.num_batch_ranks, config.train.micro_batch
+    firsts = range(mesh.batch_rank * share, (mesh.batch_rank + 1) * share, size)
     batches = [shard_batch(cut_sequences(batch, first, size), mesh.cp) for first in firsts]
     start = time.perf_counter()
     losses, norm = step_gradients(trainer, batches)
@@ -363,8 +360,8 @@ def compare_mesh(
         for b in _blocks(parameter, parameter.grad):
             scale = max(scales[b.name], least)
             differences.append((_difference(b, reference.gradients, scale), b.name))
-            size, num_replicas = b.tensor.numel(), parameter.replicas.size
-            places.append((b.name, b.offsets, size, num_replicas, _digest(b.tensor)))
+            place = b.name, b.tensor.numel(), parameter.replicas.size
+            places.append((*place, b.offsets, _digest(b.tensor)))
     for block in _updated(config, trainer):
         movement = reference.updated[block.name] - reference.weights[block.name]
         moved.append(_difference(block, reference.updated, _largest(movement)))
@@ -372,7 +369,7 @@ def compare_mesh(
     fact = weights_equal, initial, places, max(differences), max(moved)
     equal, initials, held, worst, moves = zip(*gather_objects(fact, mesh.world), strict=True)
     num_held, sizes = Counter(place for places in held for place in places), Counter[str]()
-    for (name, _, size, num_replicas, _), num_ranks in num_held.items():
+    for (name, size, num_replicas, *_), num_ranks in num_held.items():
         sizes[name] += size if num_ranks == num_replicas else 0
     return ParityResult(
         weights_equal=all(equal) and all(first == initial for first in initials),
@@ -401,13 +398,16 @@ def _blocks(parameter: ShardedParameter, tensor: Tensor) -> list[CanonicalBlock]
     return [block for block in canonical_blocks(parameter, tensor) if block.tensor.numel()]
 
 
+def _shards(parameters: Iterable[ShardedParameter]) -> list[CanonicalBlock]:
+    return [block for p in parameters for block in _blocks(p, p.shard)]
+
+
 def _updated(config: RunConfig, trainer: Trainer) -> list[CanonicalBlock]:
     """This rank's blocks of all matrices after one step, if `config` has Muon."""
     if config.optim.method != "muon":
         return []
     Muon(trainer.parameters, config.optim).step(1.0)
-    matrices = [p for p in trainer.parameters if p.role.uses_muon]
-    return [block for p in matrices for block in _blocks(p, p.shard)]
+    return _shards(p for p in trainer.parameters if p.role.uses_muon)
 
 
 def _digest(tensor: Tensor) -> str:
@@ -432,8 +432,8 @@ def _ratio(difference: float, scale: float) -> float:
 
 
 def _label(run: RunConfig) -> str:
-    is_hsdp = run.sharding.replicate_dense and run.mesh.dp > 1
-    return f"{'hsdp-' if is_hsdp else ''}{run.mesh.label}"
+    prefix = "hsdp-" if run.sharding.replicate_dense and run.mesh.dp > 1 else ""
+    return prefix + run.mesh.label
 
 
 def _row(run: RunConfig, result: ParityResult) -> str:
