@@ -28,7 +28,7 @@ from pith_ops.dispatch import (
     weighted_partial_sums,
     weighted_partial_sums_backward,
 )
-from pith_ops.weight_grad import WeightGradQueue
+from pith_ops.linear import WeightGradQueue
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
