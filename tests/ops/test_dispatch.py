@@ -7,13 +7,9 @@ import torch
 from pith_ops.dispatch import (
     DispatchPlan,
     count_dispatch,
-    gather_rows,
     plan_dispatch,
     plan_experts,
-    send_weights,
-    sum_pairs,
-    sum_rank_weights,
-    sum_ranks,
+    sum_rows,
     weighted_partial_sums,
     weighted_partial_sums_backward,
 )
@@ -58,15 +54,15 @@ class Simulation:
 
     def forward(self, tokens: list[Tensor], weights: list[Tensor], function) -> list[Tensor]:
         received = self.send(tokens)
-        sent = [send_weights(p, w) for p, w in zip(self.plans, weights, strict=True)]
+        sent = [w[p.send_tokens] for p, w in zip(self.plans, weights, strict=True)]
         self.weights = exchange(sent, self.rows)
         self.outputs, partial = [], []
         for rank, plan in enumerate(self.experts):
-            pairs = gather_rows(received[rank], plan)
+            pairs = received[rank][plan.pair_rows]
             self.outputs.append(function(rank, pairs, plan))
             partial.append(weighted_partial_sums(self.outputs[-1], self.weights[rank], plan))
         returned = self.give_back(partial)
-        return [sum_ranks(r, p) for r, p in zip(returned, self.plans, strict=True)]
+        return [sum_rows(r, p.token_rows) for r, p in zip(returned, self.plans, strict=True)]
 
     def backward(self, grads: list[Tensor], dgrad) -> tuple[list[Tensor], list[Tensor]]:
         received = self.send(grads)
@@ -75,12 +71,12 @@ class Simulation:
             grad_outputs, grad_weights = weighted_partial_sums_backward(
                 received[rank], self.outputs[rank], self.weights[rank], plan
             )
-            row_grads.append(sum_pairs(dgrad(rank, grad_outputs, plan), plan))
+            row_grads.append(sum_rows(dgrad(rank, grad_outputs, plan), plan.row_pairs))
             weight_grads.append(grad_weights)
         rows, weights = self.give_back(row_grads), self.give_back(weight_grads)
         return (
-            [sum_ranks(r, p) for r, p in zip(rows, self.plans, strict=True)],
-            [sum_rank_weights(w, p) for w, p in zip(weights, self.plans, strict=True)],
+            [sum_rows(r, p.token_rows) for r, p in zip(rows, self.plans, strict=True)],
+            [sum_rows(w, p.token_rows) for w, p in zip(weights, self.plans, strict=True)],
         )
 
 
@@ -129,8 +125,6 @@ def test_plan_on_a_hand_written_case():
     assert plan.send_tokens.tolist() == [0, 2, 0]
     assert plan.send_ids.tolist() == [[-1, 0], [1, 0], [1, -1]]
     assert plan.token_rows.tolist() == [[0, 2], [-1, -1], [1, -1]]
-    weights = torch.tensor([[0.5, 0.25], [0.125, 0.75], [1.0, 2.0]])
-    assert send_weights(plan, weights).tolist() == [[0, 0.25], [1.0, 2.0], [0.5, 0]]
 
     first = plan_experts(plan.send_ids[:2], [2, 1])
     assert first.pair_rows.tolist() == [0, 1, 1]
@@ -238,11 +232,14 @@ def test_an_absent_pair_is_skipped_not_multiplied_by_zero():
     """Row 0 of the source is what a masked index points at; its NaN belongs to one row alone."""
     plan = plan_experts(torch.tensor([[0, -1], [-1, 1]], dtype=torch.int32), [1, 1])
     values = torch.tensor([[torch.nan], [2.0]])
-    for sums in [weighted_partial_sums(values, torch.ones(2, 2), plan), sum_pairs(values, plan)]:
+    for sums in [
+        weighted_partial_sums(values, torch.ones(2, 2), plan),
+        sum_rows(values, plan.row_pairs),
+    ]:
         assert sums[0].isnan()
         assert sums[1] == 2
     plan = make_plan(torch.tensor([[0, -1], [-1, -1], [1, -1]], dtype=torch.int32), 2, 2)
-    sums = sum_ranks(values, plan).flatten()
+    sums = sum_rows(values, plan.token_rows).flatten()
     assert sums[0].isnan()
     assert sums[1:].tolist() == [0, 2]
 
@@ -274,8 +271,8 @@ def test_sums_are_taken_in_fp32():
     plan = plan_experts(ids, [1, 1, 1])
     values = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()
     assert weighted_partial_sums(values, torch.ones(1, 3), plan).item() == 258
-    assert sum_pairs(values, plan).item() == 258
-    assert sum_ranks(values, plan_dispatch(ids, 3, 3, 3)).item() == 258
+    assert sum_rows(values, plan.row_pairs).item() == 258
+    assert sum_rows(values, plan_dispatch(ids, 3, 3, 3).token_rows).item() == 258
 
 
 def test_fp32_weights_are_not_rounded_to_bf16():
@@ -318,7 +315,9 @@ def test_more_ranks_than_bits_of_an_integer():
     plan = make_plan(ids, 256, 128)
     returned = torch.randn(len(plan.send_tokens), H, dtype=torch.float64)
     expected = torch.zeros(40, H, dtype=torch.float64).index_add(0, plan.send_tokens, returned)
-    torch.testing.assert_close(sum_ranks(returned, plan), expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        sum_rows(returned, plan.token_rows), expected, rtol=1e-12, atol=1e-13
+    )
 
 
 @pytest.mark.gpu
@@ -332,20 +331,20 @@ def test_cuda_equals_cpu_without_waiting_for_the_device(num_ranks):
     def run(ids: Tensor, tokens: Tensor, weights: Tensor) -> list[Tensor]:
         results = [count_dispatch(ids, E, num_ranks)]
         plan = plan_dispatch(ids, E, num_ranks, sum(row[0] for row in counts))
-        rows, row_weights = tokens[plan.send_tokens], send_weights(plan, weights)
+        rows, row_weights = tokens[plan.send_tokens], weights[plan.send_tokens]
         partial, start = [], 0
         for size, *pairs in counts:
             here = slice(start, start + size)
             experts = plan_experts(plan.send_ids[here], pairs)
-            outputs = gather_rows(rows[here], experts)
+            outputs = rows[here][experts.pair_rows]
             partial.append(weighted_partial_sums(outputs, row_weights[here], experts))
             gradients = weighted_partial_sums_backward(
                 rows[here], outputs, row_weights[here], experts
             )
-            results += [*gradients, sum_pairs(gradients[0], experts), experts.row_pairs]
+            results += [*gradients, sum_rows(gradients[0], experts.row_pairs), experts.row_pairs]
             start += size
-        results.append(sum_ranks(torch.cat(partial), plan))
-        results.append(sum_rank_weights(row_weights, plan))
+        results.append(sum_rows(torch.cat(partial), plan.token_rows))
+        results.append(sum_rows(row_weights, plan.token_rows))
         return results
 
     expected = run(ids, tokens, weights)

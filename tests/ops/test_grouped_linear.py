@@ -1,7 +1,7 @@
 import pytest
 import torch
 from pith_ops.grouped_linear import Groups, grouped_linear, grouped_linear_reference
-from pith_ops.weight_grad import WeightGradQueue
+from pith_ops.linear import WeightGradQueue
 from torch import Tensor, nn
 
 SIZES = [

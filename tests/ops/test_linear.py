@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from pith_ops.linear import linear
-from pith_ops.weight_grad import WeightGradQueue
+from pith_ops.linear import WeightGradQueue, linear
 from torch import nn
 
 

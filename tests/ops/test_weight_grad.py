@@ -4,11 +4,10 @@ import weakref
 import pytest
 import torch
 from pith_ops.grouped_linear import Groups
-from pith_ops.weight_grad import (
+from pith_ops.linear import (
     WeightGradQueue,
     add_weight_grad,
-    dense_weight_grad,
-    grouped_weight_grad,
+    weight_gradient,
 )
 from torch import Tensor, nn
 
@@ -28,7 +27,7 @@ def test_dense_gradient_equals_autograd():
     x, grad = operands(weight)
     (x @ weight.t()).backward(grad)
     expected = weight.grad.clone()
-    torch.testing.assert_close(dense_weight_grad(x, grad), expected)
+    torch.testing.assert_close(weight_gradient(x, grad), expected)
     weight.grad = None
     add_weight_grad(weight, x, grad)
     torch.testing.assert_close(weight.grad, expected)
@@ -46,7 +45,7 @@ def test_grouped_gradient_ignores_rows_past_the_groups():
     torch.manual_seed(1)
     x, grad = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 3, dtype=torch.float64)
     x[7:], grad[7:] = torch.nan, torch.nan
-    gradient = grouped_weight_grad(x, grad, Groups.from_sizes([0, 4, 0, 3], "cpu"))
+    gradient = weight_gradient(x, grad, Groups.from_sizes([0, 4, 0, 3], "cpu"))
     expected = torch.stack(
         [
             torch.zeros(3, 5, dtype=torch.float64),
@@ -88,7 +87,7 @@ def test_entries_run_oldest_first_and_free_their_operands(monkeypatch):
         add_weight_grad(*entry)
         seen.append([w.grad is not None for w in weights])
 
-    monkeypatch.setattr("pith_ops.weight_grad.add_weight_grad", recorded)
+    monkeypatch.setattr("pith_ops.linear.add_weight_grad", recorded)
     for weight in weights:
         x, grad = operands(weight)
         pushed.append(weakref.ref(grad))

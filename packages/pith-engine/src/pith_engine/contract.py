@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 from pith_ops.grouped_linear import Groups
-from pith_ops.weight_grad import WeightGradQueue
+from pith_ops.linear import WeightGradQueue
 from torch import Tensor, nn
 
 IGNORED_TARGET = -100

@@ -4,10 +4,10 @@ A token travels once to each rank with any of its experts, beside their ids and 
 returns one weighted sum of their outputs (DeepSeek-V3, arXiv 2412.19437, section 3.2.2, without the
 node limit). With the index maths of `pith_ops.dispatch`:
 
-    forward    pack_tokens -> exchange_rows -> gather_rows -> experts -> weighted_partial_sums
-               -> exchange_rows -> sum_ranks
+    forward    pack_tokens -> exchange_rows -> experts -> weighted_partial_sums
+               -> exchange_rows -> sum_rows
     backward   pack_tokens -> exchange_rows -> weighted_partial_sums_backward -> experts' dgrad
-               -> sum_pairs -> exchange_rows -> sum_ranks, sum_rank_weights
+               -> sum_rows -> exchange_rows -> sum_rows
 
 None of this is an autograd function: `stages.py` chooses the order and the streams.
 
@@ -17,14 +17,7 @@ T tokens here, H hidden size, K top-k, R ranks of the axis, N rows sent by this 
 from dataclasses import dataclass
 
 import torch
-from pith_ops.dispatch import (
-    DispatchPlan,
-    ExpertPlan,
-    count_dispatch,
-    plan_dispatch,
-    plan_experts,
-    send_weights,
-)
+from pith_ops.dispatch import DispatchPlan, ExpertPlan, count_dispatch, plan_dispatch, plan_experts
 from torch import Tensor
 
 from pith_engine.contract import Routing
@@ -47,7 +40,7 @@ class Route:
 
 
 Arrival = tuple[Tensor, ExpertPlan]
-"""Weights of received rows `[M, K]`, 0 where the slot is not ours, and their order by expert."""
+"""Weights of received rows `[M, K]` and their order by expert."""
 
 
 def route_tokens(routing: Routing, num_local_experts: int, axis: Axis) -> Route:
@@ -73,7 +66,7 @@ def pack_tokens(tokens: Tensor, route: Route) -> Tensor:
 
 def pack_metadata(routing: Routing, route: Route) -> Tensor:
     """`[N, 2 * K]` in the weights' dtype: ids local to the destination, then routing weights."""
-    weights = send_weights(route.plan, routing.weights.detach())
+    weights = routing.weights.detach()[route.plan.send_tokens]
     return torch.cat([route.plan.send_ids.to(weights.dtype), weights], dim=1)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from pith_ops.device import accumulation_dtype
-from pith_ops.weight_grad import WeightGradQueue
+from pith_ops.linear import WeightGradQueue
 from torch import Tensor
 
 from pith_engine.balance import BalanceConfig, layer_loads

@@ -21,14 +21,11 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 from pith_ops.dispatch import (
-    gather_rows,
-    sum_pairs,
-    sum_rank_weights,
-    sum_ranks,
+    sum_rows,
     weighted_partial_sums,
     weighted_partial_sums_backward,
 )
-from pith_ops.weight_grad import WeightGradQueue
+from pith_ops.linear import WeightGradQueue
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -142,7 +139,7 @@ class ChunkPass:
         if index > 0:
             below, combined = self.segments[index - 1], arrived[0]
             if below.route is not None:
-                combined = sum_ranks(combined, below.route.plan)
+                combined = sum_rows(combined, below.route.plan.token_rows)
             assert self.residual is not None, "the segment below has run, and only once"
             values, self.residual = [combined, self.residual], None
             if self.loss_scale is None:
@@ -203,8 +200,7 @@ class ChunkPass:
         segment = self.segments.pop(index)
         assert self.loss_scale is not None, "a pass without a graph has no backward"
         if segment.route is not None:
-            plan = segment.route.plan
-            arrived = sum_ranks(arrived[0], plan), sum_rank_weights(arrived[1], plan)
+            arrived = tuple(sum_rows(rows, segment.route.plan.token_rows) for rows in arrived)
         above = [] if self.output_grad is None else [self.output_grad]
         # In the order of the roots, of which loss and balance come last.
         gradients = [*arrived[:1], *above, *arrived[1:]]
@@ -228,7 +224,7 @@ class ChunkPass:
             return (_gradient(leaf),)
         grads = weighted_partial_sums_backward(received[0], root.detach(), *arrival)
         torch.autograd.backward([root], grads[:1])
-        return sum_pairs(_gradient(leaf), arrival[1]), grads[1]
+        return sum_rows(_gradient(leaf), arrival[1].row_pairs), grads[1]
 
     def _enter(self, index: int, leaves: list[Tensor]) -> Tensor:
         if index > 0:
@@ -248,7 +244,7 @@ class ChunkPass:
     ) -> tuple[Tensor, Tensor, Arrival | None]:
         rows, groups = received, None
         if arrival is not None:
-            rows, groups = gather_rows(received, arrival[1]), arrival[1].groups
+            rows, groups = received[arrival[1].pair_rows], arrival[1].groups
         leaf = rows.detach().requires_grad_(self.loss_scale is not None)
         return leaf, self.layers[index].experts(leaf, groups, self.weight_grads), arrival
 

@@ -22,12 +22,11 @@ from pith_engine.contract import Batch, Role, Routing, declare
 from pith_engine.mesh import Axis
 from pith_ops.attention import AttentionBackend
 from pith_ops.grouped_linear import Groups, grouped_linear
-from pith_ops.linear import linear
+from pith_ops.linear import WeightGradQueue, linear
 from pith_ops.rms_norm import rms_norm
 from pith_ops.rope import apply_rope
 from pith_ops.routing import router_logits, score_topk
 from pith_ops.swiglu import swiglu
-from pith_ops.weight_grad import WeightGradQueue
 from torch import Tensor, nn
 
 from pith_models.chunk import rotary_table

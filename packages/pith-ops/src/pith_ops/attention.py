@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
 from pith_ops.device import DeviceColumn, accumulation_dtype, device_column
-from pith_ops.weight_grad import dense_weight_grad
+from pith_ops.linear import linear, weight_gradient
 
 
 class AttentionBackend(Enum):
@@ -312,7 +311,7 @@ def expand_latent_backward(
     """Gradients of latent, rotary key (fp32 or wider), `kv_b`."""
     dheads = torch.cat([dkey[..., :num_nope], dvalue], -1).flatten(2)
     drotary = dkey[..., num_nope:].sum(2, dtype=accumulation_dtype(dkey.dtype))
-    return dheads @ kv_b, drotary, dense_weight_grad(latent, dheads)
+    return dheads @ kv_b, drotary, weight_gradient(latent, dheads)
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

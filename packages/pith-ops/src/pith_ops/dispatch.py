@@ -4,15 +4,14 @@ R ranks share E experts, `E_local = E / R` each, in order. T tokens of this rank
 each (`ids [T, K]` int32, -1: sent nowhere). The way of one micro-batch:
 
     sender    count_dispatch    rows and pairs for every rank, in a first, small all-to-all
-              plan_dispatch     a token goes once to each rank with one of its experts (N rows)
-              send_weights      the routing weights beside it
+              plan_dispatch     a token goes once to each rank with one of its experts (N rows),
+                                its routing weights beside it
     receiver  plan_experts      M rows received -> P (row, expert) pairs sorted by expert
-              gather_rows       [M, H] -> [P, H], on which the experts run
-              weighted_partial_sums   [P, H] -> [M, H], a partial sum per row received
-    sender    sum_ranks         [N, H] returned -> [T, H]
+              weighted_partial_sums   outputs of the pairs [P, H] -> [M, H], one per row received
+    sender    sum_rows          [N, H] returned -> [T, H]
 
 The gradient, sent as the tokens were, meets `weighted_partial_sums_backward`, the experts,
-`sum_pairs`, and at home `sum_ranks`, `sum_rank_weights`.
+`sum_rows` over pairs, and at home `sum_rows` for tokens and weights.
 
 Sums run in the accumulation dtype in ascending order (experts, then ranks) and are rounded once.
 The host never waits: the caller passes the sizes. The trap: "absent" is -1, a valid index; such
@@ -83,11 +82,6 @@ def plan_dispatch(ids: Tensor, num_experts: int, num_ranks: int, num_rows: int) 
     )
 
 
-def send_weights(plan: DispatchPlan, weights: Tensor) -> Tensor:
-    """Routing weights `[T, K]` -> `[N, K]`, 0 where the id is -1."""
-    return weights[plan.send_tokens].masked_fill(plan.send_ids < 0, 0)
-
-
 def plan_experts(received_ids: Tensor, sizes: Sequence[int]) -> ExpertPlan:
     """The receiver's side; a ValueError if `sizes`, pairs of each local expert, exceed the ids."""
     num_slots = received_ids.shape[1]
@@ -112,20 +106,10 @@ def plan_experts(received_ids: Tensor, sizes: Sequence[int]) -> ExpertPlan:
     )
 
 
-def gather_rows(rows: Tensor, plan: ExpertPlan) -> Tensor:
-    """Received rows in expert order."""
-    return rows[plan.pair_rows]
-
-
-def sum_pairs(grad_pairs: Tensor, plan: ExpertPlan) -> Tensor:
-    """Backward of `gather_rows`."""
-    return _sum_rows(grad_pairs, plan.row_pairs)
-
-
 def weighted_partial_sums(outputs: Tensor, received_weights: Tensor, plan: ExpertPlan) -> Tensor:
     """`sum over experts here of w_e y_e`; weights `[M, K]`, fp32 or wider."""
     weights = received_weights[plan.pair_rows, plan.pair_slots]
-    return _sum_rows(outputs, plan.row_pairs, weights)
+    return sum_rows(outputs, plan.row_pairs, weights)
 
 
 def weighted_partial_sums_backward(
@@ -140,14 +124,20 @@ def weighted_partial_sums_backward(
     return pair_grads.to(outputs.dtype), grad_weights
 
 
-def sum_ranks(returned: Tensor, plan: DispatchPlan) -> Tensor:
-    """Sum each token's rows, partial sums or gradients."""
-    return _sum_rows(returned, plan.token_rows)
+def sum_rows(source: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
+    """`[A, H]`: the sum over j of `weights[p] source[p]` where `p = positions[i, j]` is not -1.
 
-
-def sum_rank_weights(grad_weights_rows: Tensor, plan: DispatchPlan) -> Tensor:
-    """Backward of `send_weights`."""
-    return sum_ranks(grad_weights_rows.masked_fill(plan.send_ids < 0, 0), plan)
+    Positions are a plan's `token_rows` or `row_pairs`.
+    """
+    dtype = accumulation_dtype(source.dtype)
+    total = source.new_zeros(len(positions), source.shape[1], dtype=dtype)
+    for column in positions.unbind(1) if len(source) else ():
+        index, absent = column.clamp(min=0), (column < 0)[:, None]
+        rows = source.index_select(0, index).to(dtype)
+        if weights is not None:
+            rows *= weights.index_select(0, index)[:, None]
+        total += rows.masked_fill_(absent, 0)
+    return total.to(source.dtype)
 
 
 def _needed_ranks(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
@@ -163,16 +153,3 @@ def _ascending(positions: Tensor, end: int) -> Tensor:
     """Rows of `[A, B]` sorted, -1 in place of `end` and more."""
     positions = positions.sort(1).values
     return positions.masked_fill(positions >= end, -1)
-
-
-def _sum_rows(source: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
-    """`[A, H]`: the sum over j of `weights[p] source[p]` where `p = positions[i, j]` is not -1."""
-    dtype = accumulation_dtype(source.dtype)
-    total = source.new_zeros(len(positions), source.shape[1], dtype=dtype)
-    for column in positions.unbind(1) if len(source) else ():
-        index, absent = column.clamp(min=0), (column < 0)[:, None]
-        rows = source.index_select(0, index).to(dtype)
-        if weights is not None:
-            rows *= weights.index_select(0, index)[:, None]
-        total += rows.masked_fill_(absent, 0)
-    return total.to(source.dtype)

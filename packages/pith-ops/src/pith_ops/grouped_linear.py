@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
 from pith_ops.device import accumulation_dtype
-from pith_ops.weight_grad import WeightGradQueue, grouped_weight_grad
+from pith_ops.linear import WeightGradQueue, weight_gradient
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -122,7 +122,7 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = _grouped_product(grad, weight, groups)
         if ctx.needs_input_grad[1] and ctx.weight_grads is None:
-            grad_weight = grouped_weight_grad(x, grad, groups)
+            grad_weight = weight_gradient(x, grad, groups)
         elif ctx.needs_input_grad[1]:
             ctx.weight_grads.push(weight, x, grad, groups)
         if ctx.needs_input_grad[4]:
