@@ -150,14 +150,9 @@ def required_checkpoint(config: RunConfig) -> Path:
 
 
 def hf_model_changes(source: Path, model: ModelConfig) -> list[str]:
-    """Where a Hugging Face folder's model differs, a line each."""
-    theirs, ours = model_record(model_config_from_hf(read_hf_config(source))), model_record(model)
-    is_family = theirs["model_type"] == ours["model_type"]
-    return [
-        f"model.{name} is {ours[name]}, {source} has {theirs[name]}"
-        for name in (theirs if is_family else ("model_type",))
-        if ours[name] != theirs[name]
-    ]
+    """`changed_fields` from a Hugging Face folder's model to `model`."""
+    theirs = model_record(model_config_from_hf(read_hf_config(source)))
+    return changed_fields({"model": theirs}, {"model": model_record(model)})
 
 
 def _start_violations(config: RunConfig) -> list[str]:
@@ -190,8 +185,10 @@ def _start_violations(config: RunConfig) -> list[str]:
 
 def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
     """`path: old -> new` for all that differs in two `config_record` trees."""
-    found = []
-    for name in sorted(old.keys() & new.keys()):
+    found, names = [], old.keys() & new.keys()
+    if old.get("model_type") != new.get("model_type"):
+        names = {"model_type"}  # other fields of another family say nothing
+    for name in sorted(names):
         path, before, after = f"{prefix}{name}", old[name], new[name]
         if isinstance(before, dict) and isinstance(after, dict):
             found += changed_fields(before, after, f"{path}.")
