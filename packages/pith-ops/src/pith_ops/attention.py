@@ -147,10 +147,10 @@ def attention_violations(
             violations.append(f"{name} {dim} is no multiple of 8 up to 256")
     if value_dim != head_dim and not row.other_value_dim:
         violations.append(f"value_dim {value_dim} differs from head_dim {head_dim}")
-    masks = {"document offsets": packed, "sliding window": window}
-    for name, is_asked in {**masks, "more keys than queries": more_keys}.items():
-        if is_asked and not row.any_mask:
-            violations.append(f"it takes no {name}")
+    if not row.any_mask:
+        asked = {"document offsets": packed, "sliding window": window}
+        asked["more keys than queries"] = more_keys
+        violations += [f"it takes no {name}" for name in asked if asked[name]]
     return violations
 
 
@@ -175,7 +175,7 @@ def attention(
     settings = {"scale": scale, "visibility": visibility or Visibility(), "backend": backend}
     if backend is AttentionBackend.REFERENCE:
         return apply_sinks(*attention_forward(query, key, value, **settings), sinks)
-    return _Attention.apply(query, key, value, sinks, settings)
+    return _Attention.apply(sinks, settings, query, key, value)
 
 
 def attention_reference(
@@ -346,15 +346,10 @@ def sequence_offsets(documents: Tensor, num_sequences: int, length: int) -> Tens
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        settings: dict[str, Any],
+        ctx: Any, sinks: Tensor | None, settings: dict[str, Any], *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out, lse = apply_sinks(*attention_forward(query, key, value, **settings), sinks)
-        ctx.save_for_backward(query, key, value, out, lse, sinks)
+        out, lse = apply_sinks(*attention_forward(*inputs, **settings), sinks)
+        ctx.save_for_backward(sinks, *inputs, out, lse)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         return out, lse
@@ -366,9 +361,10 @@ class _Attention(torch.autograd.Function):
             raise ValueError(
                 "attention: a gradient arrived at the LSE: detach it or use the backend 'reference'"
             )
-        query, key, value, out, lse, sinks = ctx.saved_tensors
+        sinks, query, key, value, out, lse = ctx.saved_tensors
+        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
         grads = attention_backward(grad, query, key, value, out, lse, **ctx.settings)
-        return *grads, None if sinks is None else sinks_gradient(grad, out, lse, sinks), None
+        return dsinks, None, *grads
 
 
 def _check_operands(
@@ -417,9 +413,9 @@ def _visible_keys(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor:
     segments, places = [], []
     for ends, length in zip(offsets, lengths, strict=True):
         tokens = torch.arange(batch * length, device=query.device, dtype=ends.dtype)
-        segment = torch.searchsorted(ends, tokens, right=True)
-        segments.append(segment.view(batch, length))
-        places.append((tokens - ends[segment]).view(batch, length))
+        tokens = tokens.view(batch, length)
+        segments.append(torch.searchsorted(ends, tokens, right=True))
+        places.append(tokens - ends[segments[-1]])
     visible = segments[0][:, :, None] == segments[1][:, None]
     before = places[0][:, :, None] - places[1][:, None]
     if visibility.causal:
