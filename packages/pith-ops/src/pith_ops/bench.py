@@ -85,7 +85,8 @@ def measure(
             error = max(map(_relative_error, got, wanted))
         passed = error <= GATE_TOLERANCES.get(operands[0].dtype, 0.0)
         row: BenchRow = {"operator": operator, "implementation": name, "shape": shape}
-        rows.append(row | {"error": error, "passed": passed, "unit": unit})
+        row |= {"error": error, "passed": passed, "unit": unit}
+        rows.append(row)
         if not passed:
             continue
         with torch.no_grad():
@@ -94,8 +95,7 @@ def measure(
             upstream = [x.detach() for x in got[:-num_leaves]]
             seconds["total"] = _seconds(partial(_results, run, operands, upstream), is_cuda)
         for (what, time), factor in zip(seconds.items(), work, strict=True):
-            rows[-1][f"{what}_ms"] = time * 1e3
-            rows[-1][f"{what}_rate"] = factor * base / time / 1e12
+            row |= {f"{what}_ms": time * 1e3, f"{what}_rate": factor * base / time / 1e12}
     return rows
 
 
@@ -103,12 +103,8 @@ def run_benchmarks(
     operators: Sequence[Operator], device: torch.device, dtype: torch.dtype
 ) -> list[BenchRow]:
     """Gate and time `operators`, on the same operands in every run."""
-    rows = []
-    for operator in operators:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            rows += _bench_operator(operator, device, dtype)
-    return rows
+    with torch.random.fork_rng():
+        return [row for name in operators for row in _bench_operator(name, device, dtype)]
 
 
 def bench_table(rows: Sequence[BenchRow]) -> str:
@@ -155,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _bench_operator(operator: Operator, device: torch.device, dtype: torch.dtype) -> list[BenchRow]:
     """On a GPU with the sizes of a layer of Qwen3-30B-A3B."""
+    torch.manual_seed(0)
     is_cuda, wide = device.type == "cuda", accumulation_dtype(dtype)
     tokens, sequence, hidden = (8192, 4096, 2048) if is_cuda else (256, 128, 64)
     heads, kv_heads, head_dim = (32, 4, 128) if is_cuda else (4, 2, 16)
@@ -175,31 +172,27 @@ def _bench_operator(operator: Operator, device: torch.device, dtype: torch.dtype
         case Operator.ATTENTION:
             batch, all_heads = tokens // sequence, (heads, kv_heads, kv_heads)
             operands = [draw(batch, sequence, num_heads, head_dim) for num_heads in all_heads]
-            backends = [
-                backend
-                for backend in AttentionBackend
-                if not attention_violations(backend, device, dtype, head_dim, head_dim)
-            ]
-            names = ["torch SDPA", *(f"pith_ops {backend.value}" for backend in backends)]
-            runs = (partial(_attend, backend=backend) for backend in backends)
+            names, runs = ["torch SDPA"], []
+            for backend in AttentionBackend:
+                if not attention_violations(backend, device, dtype, head_dim, head_dim):
+                    names.append(f"pith_ops {backend.value}")
+                    runs.append(partial(_attend, backend=backend))
             # A causal mask halves both products.
             flops = 2.0 * tokens * sequence * heads * head_dim
             return measure(
                 operator, operands, (1, 3.5), names, _torch_attention, *runs, flops=flops
             )
         case Operator.ROPE:
-            x = draw(tokens, heads, head_dim)
             frequencies = rope_frequencies(head_dim, 1e6, dtype=wide, device=device)
             table = rope_table(torch.arange(tokens, device=device) % sequence, frequencies)
-            names = ("pith_ops", "torch complex")
-            return measure(operator, (x, *table), (2, 4), names, apply_rope, _complex_rotation)
+            operands, names = (draw(tokens, heads, head_dim), *table), ("pith_ops", "torch complex")
+            return measure(operator, operands, (2, 4), names, apply_rope, _complex_rotation)
         case Operator.RMS_NORM:
-            operands, ours = (x, draw(hidden)), partial(rms_norm, eps=1e-6)
-            names = ("pith_ops", "torch rms_norm")
+            operands, names = (x, draw(hidden)), ("pith_ops", "torch rms_norm")
+            ours = partial(rms_norm, eps=1e-6)
             return measure(operator, operands, (2, 5), names, ours, _torch_rms_norm)
         case Operator.SWIGLU:
-            operands = [draw(tokens * top_k, 2 * width)]
-            names = ("pith_ops", "torch autograd")
+            operands, names = [draw(tokens * top_k, 2 * width)], ("pith_ops", "torch autograd")
             return measure(operator, operands, (1.5, 4), names, swiglu, swiglu_reference)
         case Operator.LINEAR:
             weight = draw(heads * head_dim, hidden, std=hidden**-0.5)
@@ -253,13 +246,11 @@ def _bench_dispatch(outputs: Tensor, logits: Tensor, top_k: int) -> list[BenchRo
         return total.index_add_(0, order // top_k, weighted).to(outputs.dtype)
 
     names = ("pith_ops plan, 8 ranks", "torch plan by loop")
-    planned = measure(Operator.DISPATCH, [ids], [1], names, plan_send, plan_by_loop)
-    names, combine = (
-        ("pith_ops combine", "torch index_add"),
-        partial(weighted_partial_sums, plan=plan),
-    )
+    rows = measure(Operator.DISPATCH, [ids], [1], names, plan_send, plan_by_loop)
+    operands, names = [outputs, weights], ("pith_ops combine", "torch index_add")
+    combine = partial(weighted_partial_sums, plan=plan)
     work = [1 + 1 / top_k]
-    return planned + measure(Operator.DISPATCH, [outputs, weights], work, names, combine, index_add)
+    return rows + measure(Operator.DISPATCH, operands, work, names, combine, index_add)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend) -> Tensor:
