@@ -1,6 +1,6 @@
 """`pith VERB ...`: the one command.
 
-An arm of `_run_verb` imports what it needs: `pith --help` and `pith tokenize` import no torch.
+A verb's function imports what it needs: `pith --help` and `pith tokenize` import no torch.
 
 Exit codes: 0 done, 1 a rank failed or a comparison was off, 2 refused before anything was written,
 130 interrupted before any rank started, 128 + the number of the signal that stopped the ranks.
@@ -45,7 +45,7 @@ lists the options: `--train.steps 4` sets the field `steps` of its `train`.
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeArguments:
-    """Text files to a corpus folder, of the same bytes for any number of workers."""
+    """Text files to a corpus folder, the same for any number of workers."""
 
     inputs: tuple[Path, ...]
     """`.py` and `.txt` files (a document each), `.jsonl` files (a document a line), folders."""
@@ -62,7 +62,7 @@ class TokenizeArguments:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what follows `pith` (default: this process's arguments); return the exit code."""
+    """Run what follows `pith`, by default on the command line; return the exit code."""
     _follow_launcher()
     verb, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
     if verb == "--version":
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _launcher() -> int | None:
-    """The process id of the `launch` that started this worker, from its run id."""
+    """The process id of the `launch` that started this worker."""
     found = re.fullmatch(r"pith-(\d+)", os.environ.get("TORCHELASTIC_RUN_ID", ""))
     return int(found[1]) if found else None
 
@@ -214,7 +214,7 @@ def _parity(rest: list[str]) -> int:
 
 
 def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Arguments:
-    """The recipe named first as `config` of a form, and the options after it."""
+    """A form with the recipe named first and the options after it."""
     import tyro
 
     from pith_apps.recipes.load import load_recipe

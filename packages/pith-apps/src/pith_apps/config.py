@@ -65,7 +65,7 @@ class TrainConfig:
     seed: int = 0
     """Seed of initial weights and data order."""
     dtype: Dtype = "bf16"
-    """Compute dtype; master weights, gradients and moments are fp32 (fp64 with `fp64`)."""
+    """Compute dtype; weights, gradients and moments are kept in fp32 (fp64 with `fp64`)."""
     device: Literal["cpu", "cuda"] = "cuda"
     """`cpu` (gloo) or `cuda` (NCCL, one GPU a rank)."""
     attention: Literal["auto", "reference", "flash", "cudnn"] = "auto"
@@ -88,7 +88,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Saving; the newest complete checkpoint is always resumed."""
+    """Saving; the newest complete one is resumed."""
 
     interval: int = 100
     """Steps between checkpoints; 0: after the last step only."""
@@ -115,7 +115,7 @@ class RunConfig:
     nproc: int | None = None
     """Processes to start here (default: the mesh's ranks), without torchrun or srun."""
     timeout: float = 600.0
-    """Seconds until a collective fails that a rank waits for."""
+    """Seconds that a rank waits in a collective until it fails."""
     model: ModelConfig
     """The architecture, under Hugging Face's field names."""
     mesh: MeshConfig
@@ -145,7 +145,7 @@ class RunConfig:
 
     @property
     def run_folder(self) -> Path:
-        """Holds all that this run writes."""
+        """All that this run writes."""
         return self.runs_folder / self.name
 
     @property
@@ -160,7 +160,7 @@ class RunConfig:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """An export's tokenizer, which needs no corpus; ValueError if there is none."""
+        """That of an export, which needs no corpus; ValueError if there is none."""
         return self.data.tokenizer or self.folders.tokenizer
 
     @property
@@ -189,7 +189,7 @@ class _DataFolders(NamedTuple):
 
 
 def torch_dtype(name: Dtype) -> torch.dtype:
-    """The torch dtype that `train.dtype` names."""
+    """That of `train.dtype`."""
     return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[name]
 
 

@@ -3,8 +3,8 @@
     import   config.json, *.safetensors  ->  step-00000000, weights in fp32, no moments
     export   any complete checkpoint     ->  a folder that transformers and vLLM open as it is
 
-The trap: bf16 -> fp32 -> bf16 is exact, so an import has the same bytes when exported in its dtype;
-a trained fp32 weight exported in bf16 is rounded.
+The trap: bf16 -> fp32 -> bf16 is exact, so an import exports to the same bytes in its dtype; a
+trained fp32 weight exported in bf16 is rounded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ from pith_apps.corpus import named_eos_token, open_tokenizer, raise_if_too_large
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """A checkpoint's model by canonical name, a tensor read, and counted, when asked for."""
+    """A checkpoint's model by canonical name, read, and counted, when asked for."""
 
     def __init__(self, path: Path, bar: tqdm):
         self._path, self._names, self._bar = path, tensor_names(path), bar
@@ -60,8 +60,8 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint's weights, saved on any mesh, as the Hugging Face folder `out`.
 
-    Other files and fields are those of `companions`, a tokenizer or Hugging Face folder. A
-    ValueError for damage, another model or tokenizer, or an `out` that exists without `replace`.
+    Other files and fields are those of `companions`, a tokenizer or Hugging Face folder. ValueError
+    for damage, another model or tokenizer, an `out` that exists without `replace`.
     """
     manifest, digest = verify_checkpoint(checkpoint, Mesh.single()), tokenizer_hash(companions)
     if manifest.run.get("tokenizer", digest) != digest:
@@ -83,7 +83,7 @@ def export_checkpoint(
 
 
 def export_newest(config: RunConfig, out: Path | None = None, dtype: Dtype | None = None) -> None:
-    """Export a run's newest checkpoint, by default to its export folder, anew, in its dtype."""
+    """Export the newest checkpoint, by default to the export folder, anew, in the run's dtype."""
     export_checkpoint(
         required_checkpoint(config),
         out or config.export_folder,
@@ -97,7 +97,7 @@ def export_newest(config: RunConfig, out: Path | None = None, dtype: Dtype | Non
 def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> Path:
     """Write a Hugging Face folder as a run's checkpoint of step 0; its path.
 
-    A ValueError for another model than `config`, a larger tokenizer, or a run with a checkpoint.
+    ValueError for another model, a larger tokenizer, or a run with a checkpoint.
     """
     raise_violations(hf_model_changes(source, config), "the recipe describes another model")
     if existing := find_checkpoint(checkpoints):

@@ -14,7 +14,7 @@ from pith_apps.trainer import Trainer, joined_trainer
 
 
 def evaluate(config: RunConfig) -> int:
-    """Print the held-out loss of the `required_checkpoint`; every rank of the run calls it."""
+    """Print the loss of the `required_checkpoint`; every rank calls it."""
     newest = required_checkpoint(config)
     with joined_trainer(config) as trainer:
         manifest = load_checkpoint(newest, trainer.parameters, None, trainer.mesh)
@@ -30,7 +30,7 @@ def evaluate(config: RunConfig) -> int:
 
 
 def held_out_loss(trainer: Trainer) -> tuple[float, int]:
-    """Mean loss in nats and number of held-out tokens; the same on every rank."""
+    """Mean loss in nats, number of held-out tokens; the same on every rank."""
     config, mesh = trainer.config, trainer.mesh
     vocab_size = config.model.vocab_size
     calls = held_out_batches(

@@ -4,8 +4,7 @@
     torchrun -m pith_apps.cli pretrain demo     the command is one rank
     srun pith pretrain demo                     likewise, in a step of several tasks
 
-The trap: workers of the elastic launcher have sessions of their own, so if it is killed they write
-on; `cli.py` ties a worker to its launcher first of all.
+The trap: workers of the elastic launcher outlive it when it is killed; `cli.py` ties them to it.
 """
 
 import os
@@ -19,12 +18,12 @@ from pith_apps.plan import Machine
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun, srun or `launch` started this process as a rank."""
+    """Whether torchrun, srun or `launch` started this process."""
     return "RANK" in environment or read_launch(environment).world_size > 1
 
 
 def find_machine(num_processes: int, environment: Mapping[str, str]) -> Machine:
-    """This process's group, or the `num_processes` that it would launch here."""
+    """This process's group, or the one it would launch."""
     found, sizes = read_launch(environment), (num_processes, num_processes)
     if is_rank(environment):
         sizes = found.world_size, found.ranks_per_node
@@ -47,7 +46,7 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_processes,
-        run_id=f"pith-{os.getpid()}",  # by which `cli.py` ties a worker to this process
+        run_id=f"pith-{os.getpid()}",  # `cli.py` finds its launcher by it
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,

@@ -1,7 +1,4 @@
-"""What is known about a run before it computes anything: printed at its start, kept in plan.txt.
-
-Every figure comes from the code that the run itself uses.
-"""
+"""What is known about a run before it computes anything, by the code that the run itself uses."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -22,11 +19,11 @@ class Machine:
     """What a run finds to run on."""
 
     world_size: int
-    """Processes of the run, all nodes together."""
+    """Processes on all nodes."""
     processes_here: int
     """Those on this node."""
     num_gpus: int
-    """GPUs that they see together."""
+    """That they see together."""
 
 
 def chosen_layers(config: RunConfig) -> tuple[int, ...]:
@@ -38,7 +35,7 @@ def chosen_layers(config: RunConfig) -> tuple[int, ...]:
 
 
 def chosen_attention(config: RunConfig) -> AttentionBackend:
-    """The backend; a ValueError if it cannot serve this device, dtype or head dim."""
+    """ValueError if it cannot serve this device, dtype or head dim."""
     return choose_attention_backend(
         config.train.attention,
         torch.device(config.train.device),
@@ -56,7 +53,7 @@ def training_flops(config: RunConfig) -> float:
 
 
 def describe_run(config: RunConfig, machine: Machine, num_tokens: int) -> str:
-    """The plan of a run on a training corpus of `num_tokens`."""
+    """The plan, for a training corpus of `num_tokens`."""
     train, mesh, rates = config.train, config.mesh, config.lr
     counts = parameter_counts(config.model)
     flops = forward_flops(config.model, train.sequence_length)

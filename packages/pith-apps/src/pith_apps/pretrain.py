@@ -1,4 +1,4 @@
-"""Pretraining from initial or given weights, or the newest complete checkpoint of the run folder.
+"""Pretraining from the run's newest complete checkpoint, or from given or initial weights.
 
 A step (`_train_step`):
 
@@ -7,11 +7,11 @@ A step (`_train_step`):
     3. a norm that is not finite ends the run before anything is updated
     4. clip, learning rate of the step, AdamW or Muon on this rank's shards, `bias` balancing
 
-Data position and learning rate follow from a checkpoint's step, so a resumed run takes the steps of
-an uninterrupted one.
+Data position and learning rate follow from the step, so a resumed run takes the steps of an
+uninterrupted one.
 
-The trap: a complete checkpoint of step N implies that everything about steps 1 to N is on record,
-so saving comes last in a step, after evaluation.
+The trap: a complete checkpoint of step N implies that steps 1 to N are on record, so saving comes
+last in a step, after evaluation.
 """
 
 import time
@@ -54,7 +54,7 @@ from pith_apps.trainer import Trainer, joined_trainer, step_gradients
 
 
 def pretrain(config: RunConfig, machine: Machine) -> int:
-    """Train to the last step; every rank calls it, after `check_run`. Returns the exit code."""
+    """Train to the last step, on every rank, after `check_run`; returns the exit code."""
     with joined_trainer(config) as trainer:
         mesh = trainer.mesh
         corpus = Corpus.open(config.folders.training, config.model.vocab_size)
@@ -89,7 +89,7 @@ def _resume(trainer: Trainer, optimizer: AdamW | Muon) -> Manifest | None:
 
 
 def _start(trainer: Trainer) -> str:
-    """Load the weights of `start.from`, if given; return what step 1 starts from."""
+    """Load the weights of `start.from`, if given; say what step 1 starts from."""
     config, parameters = trainer.config, trainer.parameters
     source = config.start.source
     if source is None:
@@ -179,7 +179,7 @@ def _train_step(
 
 
 def load_warning(max_load: float, top_k: int, num_experts: int) -> str:
-    """What to say of a layer in which one expert gets most tokens, well above its even share."""
+    """A line where one expert gets most tokens of a layer, well above its even share."""
     share = max_load * top_k / max(num_experts, 1)
     if share <= 0.5 or max_load < 1.5:
         return ""
@@ -187,7 +187,6 @@ def load_warning(max_load: float, top_k: int, num_experts: int) -> str:
 
 
 def _is_due(step: int, interval: int, last: int) -> bool:
-    """Whether what has this interval follows `step`, as after the last."""
     return step == last or (interval > 0 and step % interval == 0)
 
 
@@ -198,7 +197,6 @@ def _evaluate(trainer: Trainer, log: RunLog) -> None:
 
 
 def _save(trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog) -> None:
-    """Write the checkpoint of the latest step, delete those beyond `keep`."""
     start, config = time.perf_counter(), trainer.config
     raise_if_weights_not_finite(trainer.parameters, log.step, trainer.mesh)
     facts = {
@@ -221,7 +219,6 @@ def _save(trainer: Trainer, optimizer: AdamW | Muon, corpus: Corpus, log: RunLog
 
 
 def _finish(config: RunConfig) -> None:
-    """Draw the losses, export, say where everything is."""
     folder = config.run_folder
     held_out = Corpus.open(config.folders.held_out, config.model.vocab_size)
     plot_losses(folder, unigram_entropy=unigram_entropy(held_out.tokens))

@@ -1,4 +1,4 @@
-"""The picture of a run: `loss.png` from `metrics.jsonl`, drawn without a display.
+"""The picture of a run: `loss.png` from `metrics.jsonl`, without a display.
 
 A model below the entropy of single tokens uses context.
 """
@@ -11,7 +11,7 @@ from pith_apps.run_log import read_metrics
 
 
 def plot_losses(folder: Path, *, unigram_entropy: float) -> Path:
-    """Draw `loss.png` in a run folder; `unigram_entropy`, of held-out tokens, in nats."""
+    """Draw it in a run folder; `unigram_entropy`, of held-out tokens, in nats."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -9,8 +9,8 @@
 A line of `metrics.jsonl` has "loss" (a step) or "held_out_loss" (an evaluation after it). A resumed
 run first cuts off what it will write again.
 
-The trap: a GPU runs behind the host, so a number given to `log_step` must be read after the launch
-of the optimizer's kernels, to show that the step is over.
+The trap: a GPU runs behind the host; only a number for `log_step` that is read after the launch of
+the optimizer's kernels shows that the step is over.
 """
 
 import json
@@ -59,7 +59,7 @@ class StepRecord:
     tokens_seen: int
     """Targets since the start of the run."""
     tokens_per_second: float
-    """Over all ranks, without the seconds elsewhere."""
+    """Over all ranks, without `seconds_elsewhere`."""
     tokens_per_second_per_rank: float
     """Or GPU."""
     mfu: float | None
@@ -106,10 +106,7 @@ class RunLog:
     def __init__(
         self, config: RunConfig, mesh: Mesh, device: torch.device, resumed: Manifest | None
     ):
-        """Open the files, cut off records after `resumed`; the first step starts now.
-
-        ValueError if the folder cannot be written.
-        """
+        """The first step starts now. ValueError if the folder cannot be written."""
         self.config, self.mesh, self.device, folder = config, mesh, device, config.run_folder
         self.flops_per_token = training_flops(config)
         self.step, facts = (resumed.step, resumed.run) if resumed else (0, {})
@@ -144,7 +141,7 @@ class RunLog:
                 file.close()
 
     def say(self, text: str) -> None:
-        """Write lines to the log; rank 0 prints them too."""
+        """Write lines to the log."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self.text.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
         if self.mesh.rank == 0:
@@ -193,7 +190,7 @@ class RunLog:
 
     @contextmanager
     def elsewhere(self) -> Generator[None]:
-        """Its time counts as `seconds_elsewhere` of the step that ends next."""
+        """Count time as `seconds_elsewhere` of the step that ends next."""
         start = time.perf_counter()
         yield
         self._elsewhere += time.perf_counter() - start
@@ -208,7 +205,7 @@ class RunLog:
 
 
 def write_run_facts(config: RunConfig, world_size: int, plan: str) -> None:
-    """Write what a start leaves, without environment variables (maybe credentials)."""
+    """Write what a start leaves; no environment variables, which may be credentials."""
     names = ("pith-apps", "numpy", "tokenizers", "safetensors", "triton")
     versions = {found.name: found.version for found in distributions() if found.name in names}
     environment = {
@@ -243,7 +240,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory used so far, as in `StepRecord`."""
+    """This process's, so far, as in `StepRecord`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -6,8 +6,7 @@
     G      <- sum over ranks of dW                                unit.reduce()
     norm   = L2 of G over the whole mesh                          global_norm
 
-The trap: `unit.gather()` also zeroes the gradients, so gradients are read between `reduce` and the
-next `gather`, that of an evaluation included.
+The trap: `unit.gather()`, of an evaluation too, zeroes the gradients: read them before the next.
 """
 
 import os
@@ -90,7 +89,7 @@ def joined_trainer(config: RunConfig) -> Generator[Trainer]:
 
 
 def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Trainer:
-    """Build this rank's chunks with initial weights; only steps call collectives."""
+    """This rank's, with initial weights; only steps call collectives."""
     attention, dtype = chosen_attention(config), torch_dtype(config.train.dtype)
     chunks = build_chunks(config.model, mesh, chosen_layers(config), attention_backend=attention)
     units = shard_chunks(chunks, mesh, sharding=config.sharding, compute_dtype=dtype, device=device)
@@ -109,7 +108,7 @@ def build_trainer(config: RunConfig, mesh: Mesh, device: torch.device) -> Traine
 
 
 def check_same_corpora(config: RunConfig, mesh: Mesh) -> None:
-    """Refuse nodes that read different data, by rank; every rank of the mesh calls it."""
+    """ValueError for nodes that read different data; every rank calls it."""
     for folder in (config.folders.training, config.folders.held_out):
         digest = Corpus.open(folder, config.model.vocab_size).meta.sha256
         digests = gather_objects(digest, mesh.world)
@@ -120,9 +119,9 @@ def check_same_corpora(config: RunConfig, mesh: Mesh) -> None:
 
 
 def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> tuple[StepLosses, Tensor]:
-    """Put a step's gradients into every parameter's `grad`, from this rank's micro-batches.
+    """Fill every `grad` from this rank's micro-batches of a step.
 
-    Losses and gradient norm (float64, before clipping) are the same on every rank.
+    Losses and norm (float64, before clipping) are the same on every rank.
     """
     num_targets = count_targets(batches, trainer.mesh)
     trainer.gather()

@@ -191,13 +191,16 @@ class Muon:
         self._dtype = matrices[0].full.dtype if matrices else torch.float32
         self._local: list[_Piece] = []
         spread: dict[Axis, list[_Piece]] = {}
+        held = 0
         for parameter in matrices:
             momentum = self.moments[parameter.name]["momentum"]
             for piece in _pieces(parameter, momentum, chunk_elements):
+                held += piece.shard.numel()
                 if piece.places:
                     spread.setdefault(parameter.axis, []).append(piece)
                 elif piece.shard.numel():
                     self._local.append(piece)
+        assert held == sum(p.shard.numel() for p in matrices), "each element in one matrix"
         self._chunks = [
             (axis, owned_by)
             for axis, pieces in spread.items()

@@ -1,6 +1,6 @@
 """Single-device operators: a PyTorch reference each and, where it pays, a kernel or library.
 
-Their imports need torch 2.11, which is checked here, before one of them fails without saying why.
+torch 2.11 is asked for here, before an import fails without saying why.
 """
 
 from importlib.metadata import version

@@ -7,13 +7,13 @@ Per query head h, with g = h // (Hq / Hkv) the key/value head it shares:
     out[i]  = sum over j of exp(s[i, j] - lse[i]) * v[j, g]
     ds      = exp(s - lse) * (dout . v' - delta),   delta[i] = dout[i] . out[i]
 
-The LSE, which torch's public operator lacks, merges results over blocks of keys. Given out and lse
-over *all* keys, a backward over some yields their share of the gradients: ring attention and sinks
-rest on that. A query that sees nothing gives 0 and LSE -inf.
+The LSE, which torch's public operator lacks, merges results over blocks of keys: given out and lse
+over *all* keys, a backward over some yields their share of the gradients (ring attention, sinks). A
+query that sees nothing gives 0 and LSE -inf.
 
 `REFERENCE` holds all S x K scores; `FLASH` is torch's FlashAttention-2 (Dao 2023, arXiv 2307.08691)
-or its counterpart for CPUs. The trap: below torch's public interface nothing is checked. When S and
-K differ, cuDNN and the CPU operator align the mask at the top left; a query without keys gets +inf,
+or its CPU counterpart. The trap: below torch's public interface nothing is checked. When S and K
+differ, cuDNN and the CPU operator align the mask at the top left; a query without keys gets +inf,
 -inf or a finite LSE; cuDNN fills fp32 outputs with NaN. Hence `ATTENTION_TABLE`.
 """
 
@@ -42,8 +42,8 @@ class AttentionBackend(Enum):
 class Visibility:
     """Which of K keys each of S queries sees.
 
-    Aligned at the bottom right: key j is `(i - S) - (j - K)` places before query i, within their
-    segments if there are `offsets`.
+    Aligned at the bottom right: key j is `(i - S) - (j - K)` places before query i, in segments if
+    there are `offsets`.
     """
 
     causal: bool = True
@@ -64,8 +64,6 @@ class Visibility:
 
 @dataclass(frozen=True)
 class _Capability:
-    """What a backend can do on some devices."""
-
     backend: AttentionBackend
     columns: tuple[DeviceColumn, ...]
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -101,7 +99,7 @@ def choose_attention_backend(
     *,
     window: bool = False,
 ) -> AttentionBackend:
-    """The backend of that name, or with "auto" the first that can; else a ValueError."""
+    """The backend of that name, or with "auto" the first that can; ValueError if it cannot."""
     violations = {
         backend.value: attention_violations(
             backend, device, dtype, head_dim, value_dim, packed=packed, window=window
@@ -147,10 +145,10 @@ def attention_violations(
             violations.append(f"{name} {dim} is no multiple of 8 up to 256")
     if value_dim != head_dim and not row.other_value_dim:
         violations.append(f"value_dim {value_dim} differs from head_dim {head_dim}")
-    masks = {"document offsets": packed, "sliding window": window}
-    for name, is_asked in {**masks, "more keys than queries": more_keys}.items():
-        if is_asked and not row.any_mask:
-            violations.append(f"it takes no {name}")
+    if not row.any_mask:
+        asked = {"document offsets": packed, "sliding window": window}
+        asked["more keys than queries"] = more_keys
+        violations += [f"it takes no {name}" for name in asked if asked[name]]
     return violations
 
 
@@ -175,13 +173,13 @@ def attention(
     settings = {"scale": scale, "visibility": visibility or Visibility(), "backend": backend}
     if backend is AttentionBackend.REFERENCE:
         return apply_sinks(*attention_forward(query, key, value, **settings), sinks)
-    return _Attention.apply(query, key, value, sinks, settings)
+    return _Attention.apply(sinks, settings, query, key, value)
 
 
 def attention_reference(
     query: Tensor, key: Tensor, value: Tensor, scale: float, visibility: Visibility
 ) -> tuple[Tensor, Tensor]:
-    """The formula by plain autograd, the output rounded once."""
+    """By plain autograd, the output rounded once."""
     wide = accumulation_dtype(query.dtype)
     grouped = query.to(wide).unflatten(2, (key.shape[2], -1))
     scores = torch.einsum("bihgd,bjhd->bhgij", grouped, key.to(wide)) * scale
@@ -255,7 +253,7 @@ def attention_backward(
     heads_first = [x.transpose(1, 2) for x in tensors]
     match backend:
         case AttentionBackend.REFERENCE:
-            # Of the sum of `exp(part's lse - lse) * dout . (part - out)`.
+            # Of the sum of `exp(part_lse - lse) * dout . (part - out)`.
             with torch.enable_grad():
                 leaves = [x.detach().requires_grad_() for x in (query, key, value)]
                 q, k, v = (x.to(lse.dtype) for x in leaves)
@@ -346,15 +344,10 @@ def sequence_offsets(documents: Tensor, num_sequences: int, length: int) -> Tens
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        settings: dict[str, Any],
+        ctx: Any, sinks: Tensor | None, settings: dict[str, Any], *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out, lse = apply_sinks(*attention_forward(query, key, value, **settings), sinks)
-        ctx.save_for_backward(query, key, value, out, lse, sinks)
+        out, lse = apply_sinks(*attention_forward(*inputs, **settings), sinks)
+        ctx.save_for_backward(sinks, *inputs, out, lse)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         return out, lse
@@ -366,9 +359,10 @@ class _Attention(torch.autograd.Function):
             raise ValueError(
                 "attention: a gradient arrived at the LSE: detach it or use the backend 'reference'"
             )
-        query, key, value, out, lse, sinks = ctx.saved_tensors
+        sinks, query, key, value, out, lse = ctx.saved_tensors
+        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
         grads = attention_backward(grad, query, key, value, out, lse, **ctx.settings)
-        return *grads, None if sinks is None else sinks_gradient(grad, out, lse, sinks), None
+        return dsinks, None, *grads
 
 
 def _check_operands(
@@ -410,16 +404,16 @@ def _check_offsets(offsets: Tensor, num_tokens: int) -> None:
 
 
 def _visible_keys(query: Tensor, key: Tensor, visibility: Visibility) -> Tensor:
-    """Which key each query sees, bool `[B or 1, S, K]`."""
+    """Bool `[B or 1, S, K]`."""
     batch, offsets, lengths = len(query), visibility.offsets, (query.shape[1], key.shape[1])
     if offsets is None:
         batch, offsets = 1, [torch.arange(2, device=query.device) * length for length in lengths]
     segments, places = [], []
     for ends, length in zip(offsets, lengths, strict=True):
         tokens = torch.arange(batch * length, device=query.device, dtype=ends.dtype)
-        segment = torch.searchsorted(ends, tokens, right=True)
-        segments.append(segment.view(batch, length))
-        places.append((tokens - ends[segment]).view(batch, length))
+        tokens = tokens.view(batch, length)
+        segments.append(torch.searchsorted(ends, tokens, right=True))
+        places.append(tokens - ends[segments[-1]])
     visible = segments[0][:, :, None] == segments[1][:, None]
     before = places[0][:, :, None] - places[1][:, None]
     if visibility.causal:

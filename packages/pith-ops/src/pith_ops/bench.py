@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum, auto
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,8 @@ def measure(
     operator: Operator,
     operands: Sequence[Tensor],
     work: Sequence[float],
-    runs: Mapping[str, TensorFunction],
+    names: Sequence[str],
+    *runs: TensorFunction,
     flops: float = 0.0,
 ) -> list[BenchRow]:
     """Compare `runs` with the last of them in the accumulation dtype; time those that agree.
@@ -77,8 +78,8 @@ def measure(
     shape, is_cuda = " ".join("x".join(map(str, x.shape)) for x in operands), operands[0].is_cuda
     wide = [x.to(accumulation_dtype(x.dtype)) if x.is_floating_point() else x for x in operands]
     wide = [x.detach().requires_grad_(x.requires_grad) for x in wide]
-    wanted, rows = _results([*runs.values()][-1], wide), []
-    for name, run in runs.items():
+    wanted, rows = _results(runs[-1], wide), []
+    for name, run in zip(names, runs, strict=True):
         got, error = _results(run, operands), math.inf
         if [x.shape for x in got] == [x.shape for x in wanted]:
             error = max(map(_relative_error, got, wanted))
@@ -159,6 +160,11 @@ def _bench_operator(operator: Operator, device: torch.device, dtype: torch.dtype
     def draw(*size: int, std: float = 1.0) -> Tensor:
         return (torch.randn(size, device=device) * std).to(dtype).requires_grad_()
 
+    def measure_product(name: str, x: Tensor, weight: Tensor, *runs: TensorFunction):
+        flops = 2.0 * len(x) * weight.shape[-2:].numel()
+        names = ("pith_ops", name)
+        return measure(operator, (x, weight), (1, 3), names, *runs, flops=flops)
+
     x = draw(tokens, hidden)
     # Not in bf16, where they tie: torch's topk breaks ties its own way.
     logits = torch.randn(tokens, experts, device=device, dtype=wide, requires_grad=True)
@@ -166,57 +172,56 @@ def _bench_operator(operator: Operator, device: torch.device, dtype: torch.dtype
         case Operator.ATTENTION:
             batch, all_heads = tokens // sequence, (heads, kv_heads, kv_heads)
             operands = [draw(batch, sequence, num_heads, head_dim) for num_heads in all_heads]
-            runs = {"torch SDPA": _torch_attention}
+            names, runs = ["torch SDPA"], []
             for backend in AttentionBackend:
                 if not attention_violations(backend, device, dtype, head_dim, head_dim):
-                    runs[f"pith_ops {backend.value}"] = partial(_attend, backend=backend)
+                    names.append(f"pith_ops {backend.value}")
+                    runs.append(partial(_attend, backend=backend))
             # A causal mask halves both products.
             flops = 2.0 * tokens * sequence * heads * head_dim
-            return measure(operator, operands, (1, 3.5), runs, flops)
+            return measure(
+                operator, operands, (1, 3.5), names, _torch_attention, *runs, flops=flops
+            )
         case Operator.ROPE:
             frequencies = rope_frequencies(head_dim, 1e6, dtype=wide, device=device)
             table = rope_table(torch.arange(tokens, device=device) % sequence, frequencies)
-            operands = (draw(tokens, heads, head_dim), *table)
-            runs = {"pith_ops": apply_rope, "torch complex": _complex_rotation}
-            return measure(operator, operands, (2, 4), runs)
+            operands, names = (draw(tokens, heads, head_dim), *table), ("pith_ops", "torch complex")
+            return measure(operator, operands, (2, 4), names, apply_rope, _complex_rotation)
         case Operator.RMS_NORM:
-            runs = {"pith_ops": partial(rms_norm, eps=1e-6), "torch rms_norm": _torch_rms_norm}
-            return measure(operator, (x, draw(hidden)), (2, 5), runs)
+            operands, names = (x, draw(hidden)), ("pith_ops", "torch rms_norm")
+            ours = partial(rms_norm, eps=1e-6)
+            return measure(operator, operands, (2, 5), names, ours, _torch_rms_norm)
         case Operator.SWIGLU:
-            runs = {"pith_ops": swiglu, "torch autograd": swiglu_reference}
-            return measure(operator, [draw(tokens * top_k, 2 * width)], (1.5, 4), runs)
-        case Operator.ROUTING:
-            runs = {
-                "pith_ops": lambda z: score_topk(z, top_k, True)[1:],
-                "torch softmax, topk": partial(_torch_topk, top_k=top_k),
-            }
-            return measure(operator, [logits], (2, 4), runs)
-        case Operator.DISPATCH:
-            return _bench_dispatch(draw(tokens * top_k, hidden).detach(), logits.detach(), top_k)
+            operands, names = [draw(tokens * top_k, 2 * width)], ("pith_ops", "torch autograd")
+            return measure(operator, operands, (1.5, 4), names, swiglu, swiglu_reference)
         case Operator.LINEAR:
             weight = draw(heads * head_dim, hidden, std=hidden**-0.5)
-            runs = {"pith_ops": linear, "torch linear": functional.linear}
+            return measure_product("torch linear", x, weight, linear, functional.linear)
         case Operator.GROUPED_LINEAR:
-            x, num_groups = draw(tokens * top_k, hidden), experts // 8
+            rows, num_groups = draw(tokens * top_k, hidden), experts // 8
             weight = draw(num_groups, 2 * width, hidden, std=hidden**-0.5)
             # Expert 1 has the rows of experts 0 and 1.
-            sizes = [len(x) // num_groups] * num_groups
-            sizes[:2] = [0, len(x) - sum(sizes[2:])]
+            sizes = [len(rows) // num_groups] * num_groups
+            sizes[:2] = [0, len(rows) - sum(sizes[2:])]
             groups = Groups.from_sizes(sizes, device)
-            runs = {
-                "pith_ops": partial(grouped_linear, groups=groups),
-                "torch loop over groups": partial(grouped_linear_reference, groups=groups),
-            }
+            ours = partial(grouped_linear, groups=groups)
+            loop = partial(grouped_linear_reference, groups=groups)
+            return measure_product("torch loop over groups", rows, weight, ours, loop)
+        case Operator.ROUTING:
+            names = ("pith_ops", "torch softmax, topk")
+            theirs = partial(_torch_topk, top_k=top_k)
+            return measure(
+                operator, [logits], (2, 4), names, lambda z: score_topk(z, top_k, True)[1:], theirs
+            )
+        case Operator.DISPATCH:
+            return _bench_dispatch(draw(tokens * top_k, hidden).detach(), logits.detach(), top_k)
         case Operator.CROSS_ENTROPY:
             weight = draw(words, hidden, std=hidden**-0.5)
             targets = torch.randint(words, (tokens,), device=device)
             targets[::100] = -100
-            runs = {
-                "pith_ops": partial(linear_cross_entropy, targets=targets),
-                "torch full logits": partial(_full_logits, targets=targets),
-            }
-    flops = 2.0 * len(x) * weight.shape[-2:].numel()
-    return measure(operator, (x, weight), (1, 3), runs, flops)
+            ours = partial(linear_cross_entropy, targets=targets)
+            theirs = partial(_full_logits, targets=targets)
+            return measure_product("torch full logits", x, weight, ours, theirs)
 
 
 def _bench_dispatch(outputs: Tensor, logits: Tensor, top_k: int) -> list[BenchRow]:
@@ -240,13 +245,12 @@ def _bench_dispatch(outputs: Tensor, logits: Tensor, top_k: int) -> list[BenchRo
         total = weights.new_zeros(num_tokens, outputs.shape[1])
         return total.index_add_(0, order // top_k, weighted).to(outputs.dtype)
 
-    plans = {"pith_ops plan, 8 ranks": plan_send, "torch plan by loop": plan_by_loop}
-    sums = {
-        "pith_ops combine": partial(weighted_partial_sums, plan=plan),
-        "torch index_add": index_add,
-    }
-    rows = measure(Operator.DISPATCH, [ids], [1], plans)
-    return rows + measure(Operator.DISPATCH, [outputs, weights], [1 + 1 / top_k], sums)
+    names = ("pith_ops plan, 8 ranks", "torch plan by loop")
+    rows = measure(Operator.DISPATCH, [ids], [1], names, plan_send, plan_by_loop)
+    operands, names = [outputs, weights], ("pith_ops combine", "torch index_add")
+    combine = partial(weighted_partial_sums, plan=plan)
+    work = [1 + 1 / top_k]
+    return rows + measure(Operator.DISPATCH, operands, work, names, combine, index_add)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend) -> Tensor:

@@ -5,11 +5,10 @@ For token t with target y, logits z = W h_t:
     loss_t = log(sum_v exp(z_v)) - z_y
     dz     = softmax(z) - onehot(y)         dh_t = dz W         dW = sum_t dz^T h_t
 
-For 32,768 tokens and 151,936 words these would take 20 GB in fp32, their gradient as much again.
-Here `chunk_tokens` rows at a time are projected, turned into `dz` and used up: the forward computes
-both gradients for an upstream gradient of 1, the backward scales them. `dW` is in the accumulation
-dtype, `dz` in that of the operands. The trap: the result is the *sum* of token losses; only the
-caller knows the targets of the global batch.
+Full logits of 32,768 tokens and 151,936 words take 20 GB in fp32, their gradient as much again.
+Here the forward projects `chunk_tokens` rows at a time and computes both gradients for an upstream
+gradient of 1, which the backward scales. `dW` is in the accumulation dtype, `dz` in that of the
+operands. The trap: the result is a *sum*; only the caller knows the targets of the global batch.
 """
 
 from typing import Any

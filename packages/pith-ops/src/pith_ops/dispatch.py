@@ -83,7 +83,7 @@ def plan_dispatch(ids: Tensor, num_experts: int, num_ranks: int, num_rows: int) 
 
 
 def plan_experts(received_ids: Tensor, sizes: Sequence[int]) -> ExpertPlan:
-    """The receiver's side; a ValueError if `sizes`, pairs of each local expert, exceed the ids."""
+    """The receiver's side; ValueError if `sizes`, pairs of each local expert, exceed the ids."""
     num_slots = received_ids.shape[1]
     if sum(sizes) > received_ids.numel():
         raise ValueError(
@@ -141,7 +141,7 @@ def sum_rows(source: Tensor, positions: Tensor, weights: Tensor | None = None) -
 
 
 def _needed_ranks(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
-    """`[T, R]` bool: whether a rank holds one of a token's experts."""
+    """`[T, R]` bool."""
     if num_ranks < 1 or num_experts % num_ranks:
         raise ValueError(f"num_ranks: {num_ranks}; use a divisor of the {num_experts} experts")
     ranks = torch.where(ids < 0, num_ranks, ids // (num_experts // num_ranks))

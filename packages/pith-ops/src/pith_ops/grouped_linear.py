@@ -6,9 +6,9 @@ Group g holds rows `offsets[g - 1] : offsets[g]`. Forward, dgrad and wgrad are o
     dx [P, in]      = dy [P, out] . W       per group
     dW [G, out, in] = dy^T . x              per group, zeros for a group without rows
 
-by torch's `grouped_mm` on CUDA in bf16, by a loop elsewhere. The gradient of a bias is summed in
-fp32 or wider. The trap: rows past the last group (padding) may hold NaN, and `grouped_mm` leaves
-their outputs unwritten; here they are zeros.
+by `grouped_mm` on CUDA in bf16, by a loop elsewhere; a bias's gradient is summed in fp32 or wider.
+The trap: rows past the last group (padding) may hold NaN, and `grouped_mm` leaves their outputs
+unwritten; here they are zeros.
 """
 
 from collections.abc import Sequence

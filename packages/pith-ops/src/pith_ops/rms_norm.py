@@ -6,8 +6,8 @@ The trap: `x * rstd`, in the accumulation dtype, is rounded to x's dtype *before
 weight, as in most released models; in bf16 a third of torch's outputs differ in the last bit.
 GPT-OSS rounds the product alone (`rounds_once`).
 
-Plain autograd would keep three tensors of x's shape; here x and rstd are kept. With `n = x * rstd`
-and `g = weight * dy`:
+Plain autograd would keep three tensors of x's shape; here x and rstd are kept. With `n = x * rstd`,
+`g = weight * dy`:
 
     dx = rstd * (g - n * mean(g * n))        d_weight = sum over rows of dy * n
 """
@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False
 ) -> Tensor:
-    """The same by plain autograd; forward values are bit-equal."""
+    """By plain autograd; forward values are bit-equal."""
     return _normalise(x, weight, eps, rounds_once)[0]
 
 

@@ -14,8 +14,8 @@ by `factor`; that of index i(r) makes r turns:
     ramp     = clamp((i - i(beta_fast)) / (i(beta_slow) - i(beta_fast)), 0, 1)
     inv_freq = inv_freq * (1 - ramp) + inv_freq / factor * ramp
 
-The traps: bf16 does not hold all positions above 256, so all is in fp32 or wider, rounded once;
-GPT-OSS does not `truncate` i(beta_fast) and i(beta_slow).
+The traps: bf16 lacks some positions above 256: all is in fp32 or wider, rounded once; GPT-OSS does
+not `truncate` i(beta_fast) and i(beta_slow).
 """
 
 import math

@@ -1,6 +1,6 @@
 """SwiGLU (Shazeer 2020, arXiv 2002.05202): `silu(gate) * up` with `silu(z) = z * sigmoid(z)`.
 
-Plain autograd would keep `silu(gate)` besides `gate_up`; here the backward computes it once more:
+The backward computes `silu(gate)` once more, which plain autograd would keep:
 
     d_up = dy * silu(gate)        d_gate = dy * up * s * (1 + gate * (1 - s)),  s = sigmoid(gate)
 
@@ -29,7 +29,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
-    """The same by plain autograd; forward values are bit-equal."""
+    """By plain autograd; forward values are bit-equal."""
     gate, up = _halves(gate_up)
     return silu(gate) * up
 
@@ -40,7 +40,7 @@ def clamped_swiglu(gate_up: Tensor, *, limit: float, alpha: float) -> Tensor:
 
 
 def clamped_swiglu_reference(gate_up: Tensor, *, limit: float, alpha: float) -> Tensor:
-    """The same by plain autograd; forward values are bit-equal."""
+    """By plain autograd; forward values are bit-equal."""
     gate, up = _halves(gate_up.to(accumulation_dtype(gate_up.dtype)))
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return ((up + 1) * (gate * (alpha * gate).sigmoid())).to(gate_up.dtype)

@@ -1,8 +1,8 @@
 """`demo`: the whole system on whatever machine this is, in about two minutes.
 
 A small Qwen3-MoE learns the source code of Python's standard library. A unigram model reaches 79%
-of a uniform guess's loss, so a held-out loss below 75% of its first value shows that context is
-used; 100 steps reach about 70%.
+of a uniform guess's loss, so a held-out loss below 75% of its first value shows use of context; 100
+steps reach about 70%.
 """
 
 import torch
@@ -15,7 +15,7 @@ from pith_apps.config import CheckpointConfig, DataConfig, EvaluationConfig, Run
 
 
 def demo() -> RunConfig:
-    """Mesh, steps, device and dtype follow this machine's GPUs."""
+    """Mesh, steps, device and dtype suit this machine's GPUs."""
     num_gpus = torch.cuda.device_count()
     return RunConfig(
         name="demo",
@@ -38,7 +38,7 @@ def demo() -> RunConfig:
 
 
 def demo_mesh(num_gpus: int) -> MeshConfig:
-    """One GPU alone, two share experts, four (and a CPU) run a pipeline of such pairs."""
+    """Two GPUs share experts, four (and a CPU) run a pipeline of such pairs."""
     if num_gpus == 1:
         return MeshConfig()
     return MeshConfig(ep=2) if num_gpus in (2, 3) else MeshConfig(pp=2, ep=2)

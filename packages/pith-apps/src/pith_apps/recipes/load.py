@@ -1,4 +1,4 @@
-"""Find a recipe: a Python function that returns a `RunConfig`, built in or in a file of the user's.
+"""Find a recipe, built in or in a file of the user's.
 
 A file holds one public function `def ...() -> RunConfig`, usually `dataclasses.replace` of another.
 """
@@ -17,9 +17,9 @@ from pith_apps.recipes.released import built_in_recipes
 
 
 def load_recipe(name: str) -> RunConfig:
-    """The recipe of a built-in name or the path of a `.py` file.
+    """By built-in name or path of a `.py` file.
 
-    A ValueError if there is none, the file fails or holds not exactly one, or types are wrong.
+    ValueError if there is none, the file fails or holds not exactly one, or types are wrong.
     """
     if name.endswith(".py"):
         return _recipe_of_file(Path(name))

@@ -1,4 +1,4 @@
-"""Recipes of released models, and how a tiny form is cut from each.
+"""Recipes of released models, and their tiny forms.
 
     recipe            config.json on Hugging Face         parameters  active   GPUs   GB each
     qwen3-8b          Qwen/Qwen3-8B-Base                       8.2 B   8.2 B      8   12 + 49
@@ -146,7 +146,7 @@ _TINY_SIZES = {
 
 
 def built_in_recipes() -> list[RunConfig]:
-    """Each model and its tiny form, beside the demo."""
+    """The demo, each model and its tiny form."""
     released = (
         qwen3_8b(),
         qwen3_30b_a3b(),
@@ -216,7 +216,7 @@ def large_run(
     warmup_steps: int = 200,
     held_out: int = 256,
 ) -> RunConfig:
-    """10,000 steps of sequences of 4096 tokens; `held_out` of them in an evaluation."""
+    """10,000 steps of 4096-token sequences; `held_out` of them in an evaluation."""
     return RunConfig(
         name=name,
         model=model,
@@ -231,7 +231,7 @@ def large_run(
 
 
 def tiny_form(full: RunConfig) -> RunConfig:
-    """The same structure at sizes that train on a CPU in seconds, by two processes.
+    """At sizes that two CPU processes train in seconds.
 
     The sequences still pass a window and YaRN's original length.
     """
