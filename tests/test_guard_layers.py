@@ -8,7 +8,14 @@ import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from source_tree import PACKAGES, ROOT, SourceFile, distribution_folder, source_files
+from source_tree import (
+    PACKAGES,
+    ROOT,
+    SourceFile,
+    distribution_folder,
+    is_benchmark,
+    source_files,
+)
 
 BIN = Path(sys.executable).parent
 
@@ -92,6 +99,15 @@ def test_schedules_and_costs_need_no_torch():
             parent = imported.rpartition(".")[0]
             pure = root in sys.stdlib_module_names or {imported, parent} & PURE_PYTHON
             assert pure, f"{modules[name].name} imports {imported}"
+
+
+def test_a_training_run_executes_no_benchmark():
+    """They are counted apart, so nothing that is counted may need them."""
+    benchmarks = {source.module for source in source_files() if is_benchmark(source)}
+    for source in source_files():
+        bad = benchmarks.intersection(imported_modules(source))
+        # The command line has verbs for them, each importing its own.
+        assert source.module in (*benchmarks, "pith_apps.cli") or not bad, f"{source.name}: {bad}"
 
 
 def test_collectives_stand_in_one_file():

@@ -1,6 +1,7 @@
 """Refusals: every reason at once, with the value and a way out, before anything is touched."""
 
 import json
+import shutil
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -144,6 +145,13 @@ def test_corpora_that_do_not_serve(run, corpora, tmp_path):
     (found,) = violations(missing, machine())
     assert "data.held_out" in found
     assert "pith tokenize" in found
+    one = shutil.copytree(corpora / "long", tmp_path / "one token")
+    meta = json.loads((one / "meta.json").read_text())
+    (one / "meta.json").write_text(json.dumps({**meta, "num_tokens": 1, "num_documents": 1}))
+    np.save(one / "tokens.npy", np.load(one / "tokens.npy")[:1])
+    np.save(one / "documents.npy", np.array([0, 1]))
+    (found,) = violations(replace(run, data=replace(run.data, held_out=one)), machine())
+    assert "one token has no target" in found
     small = replace(run, model=replace(run.model, vocab_size=200))
     found = "\n".join(violations(small, machine()))
     assert "outside the model's vocab_size 200" in found

@@ -363,7 +363,7 @@ def test_a_run_does_not_start_from_another_tokenizer_or_half_a_model(folder, mon
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["runs/whole/export", "--model.num-experts", "4"], "model.num_experts is 4, runs/whole"),
+        (["runs/whole/export", "--model.num-experts", "4"], "model.num_experts: 8 -> 4"),
         (
             ["runs/whole/checkpoints"],
             "neither a folder with a config.json nor a complete checkpoint",

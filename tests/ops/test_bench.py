@@ -60,8 +60,10 @@ def test_what_is_wrong_is_not_timed(what):
         calls.append(None)
         return WRONG[what](x)
 
-    runs = {"right": lambda x: x**2, "wrong": run, "reference": lambda x: x * x}
-    right, row, _ = measure(Operator.SWIGLU, operands, (1, 3), runs)
+    names = ("right", "wrong", "reference")
+    right, row, _ = measure(
+        Operator.SWIGLU, operands, (1, 3), names, lambda x: x**2, run, lambda x: x * x
+    )
     assert right["passed"] and right["total_ms"] > 0
     assert not row["passed"] and len(calls) == 1
     assert not {"forward_ms", "forward_rate", "total_ms", "total_rate"} & row.keys()
@@ -70,8 +72,15 @@ def test_what_is_wrong_is_not_timed(what):
 
 
 def test_an_unequal_integer_fails_and_needs_no_tolerance():
-    runs = {"wrong": lambda ids: ids + (ids == 3), "right": lambda ids: ids + 1}
-    wrong, right = measure(Operator.DISPATCH, [torch.arange(5)], [1], runs)
+    names = ("wrong", "right")
+    wrong, right = measure(
+        Operator.DISPATCH,
+        [torch.arange(5)],
+        [1],
+        names,
+        lambda ids: ids + (ids == 3),
+        lambda ids: ids + 1,
+    )
     assert right["error"] == 0 and right["passed"]
     assert wrong["error"] == math.inf and not wrong["passed"]
 

@@ -99,7 +99,9 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
 
     ValueError for another model, a larger tokenizer, or a run with a checkpoint.
     """
-    raise_violations(hf_model_changes(source, config), "the recipe describes another model")
+    raise_violations(
+        hf_model_changes(source, config), "the recipe describes another model (folder -> recipe)"
+    )
     if existing := find_checkpoint(checkpoints):
         raise ValueError(f"{existing} would be resumed instead: choose another --name or remove it")
     if (source / "tokenizer.json").exists():
@@ -114,7 +116,7 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
         blocks = {
             f"model.{tensor.name}": CanonicalBlock(
                 name=tensor.name,
-                tensor=torch.empty(tensor.shape, device="meta"),
+                tensor=torch.empty(tensor.shape, dtype=torch.float32, device="meta"),
                 global_shape=tensor.shape,
                 offsets=(0,) * len(tensor.shape),
             )

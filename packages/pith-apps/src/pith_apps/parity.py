@@ -371,9 +371,10 @@ def compare_mesh(
     num_held, sizes = Counter(place for places in held for place in places), Counter[str]()
     for (name, size, num_replicas, *_), num_ranks in num_held.items():
         sizes[name] += size if num_ranks == num_replicas else 0
+    is_complete = all(sizes[name] == g.numel() for name, g in reference.gradients.items())
     return ParityResult(
         weights_equal=all(equal) and all(first == initial for first in initials),
-        covered=all(sizes[name] == g.numel() for name, g in reference.gradients.items()),
+        covered=is_complete and len({place[:-1] for place in num_held}) == len(num_held),
         differences={
             **{name: _ratio(ours[name] - b, b) for name, b in reference.numbers.items()},
             "gradient": max(worst)[0],

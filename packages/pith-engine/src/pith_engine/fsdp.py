@@ -183,7 +183,7 @@ def shard_axes(mesh: Mesh, sharding: ShardingConfig, *, is_expert: bool) -> tupl
     whole, part = (mesh.expert_data, mesh.cp) if is_expert else (mesh.data, mesh.dense_shards)
     if sharding.replicate_experts if is_expert else sharding.replicate_dense:
         return part, mesh.dp
-    return whole, Mesh.single().world
+    return whole, Axis(name="no replicas", size=1, rank=0, ranks=(mesh.rank,), group=None)
 
 
 def shard_chunks(

@@ -29,7 +29,7 @@ chunks and owners follow from shapes alone, and empty pieces take part.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from math import inf, prod, sqrt
 from typing import Literal
 
@@ -187,25 +187,26 @@ class Muon:
         self._weight_decay = config.weight_decay
         self.groups = {"muon": matrices, **self._rest.groups}
         self.moments = {**_zeros(matrices, "momentum"), **self._rest.moments}
+        assert len(self.moments) == sum(map(len, self.groups.values())), "two with one name"
         # One for all: no role of Muon keeps the master dtype.
         self._dtype = matrices[0].full.dtype if matrices else torch.float32
         self._local: list[_Piece] = []
         spread: dict[Axis, list[_Piece]] = {}
-        held = 0
         for parameter in matrices:
             momentum = self.moments[parameter.name]["momentum"]
             for piece in _pieces(parameter, momentum, chunk_elements):
-                held += piece.shard.numel()
                 if piece.places:
                     spread.setdefault(parameter.axis, []).append(piece)
                 elif piece.shard.numel():
                     self._local.append(piece)
-        assert held == sum(p.shard.numel() for p in matrices), "each element in one matrix"
         self._chunks = [
             (axis, owned_by)
             for axis, pieces in spread.items()
             for owned_by in _assign(pieces, axis.size, chunk_elements)
         ]
+        owned = [*self._local, *(p for _, owned_by in self._chunks for p in chain(*owned_by))]
+        num_held = sum(parameter.shard.numel() for parameter in matrices)
+        assert sum(p.shard.numel() for p in owned) == num_held, "each element in one matrix"
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -226,9 +227,11 @@ class Muon:
         sent_sizes = [sum(piece.shard.numel() for piece in owned) for owned in owned_by]
         received_sizes = [sum(prod(piece.places[rank][1]) for piece in mine) for rank in ranks]
         # 1. u, sorted by owner; it arrives sorted by holder.
-        directions = (piece.direction(self._momentum).to(self._dtype) for piece in held)
-        sent = torch.cat([u.flatten() for u in directions])
+        sent = torch.empty(sum(sent_sizes), dtype=self._dtype, device=held[0].shard.device)
         received = sent.new_empty(sum(received_sizes))
+        outgoing = _views(sent, [piece.shard for piece in held])
+        for piece, view in zip(held, outgoing, strict=True):
+            view.copy_(piece.direction(self._momentum))
         all_to_all(received, sent, received_sizes, sent_sizes, axis)
         # 2. x; blocks are views of whole matrices, in the order of arrival.
         shapes = groupby(piece.shape for piece in mine)
@@ -248,8 +251,8 @@ class Muon:
         for block, view in zip(blocks, incoming, strict=True):
             view.copy_(block)
         all_to_all(sent, received, sent_sizes, received_sizes, axis)
-        for piece, x in zip(held, _views(sent, [piece.shard for piece in held]), strict=True):
-            piece.update(x, lr, self._weight_decay)
+        for piece, view in zip(held, outgoing, strict=True):
+            piece.update(view, lr, self._weight_decay)
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ def layers_per_chunk(layer_costs: tuple[float, ...], pp: int, head_cost: float) 
         low, high = (low, middle) if fits else (middle, high)
     layers = _fill(sums, pp, high + PRECISION * total, evenly=True)
     assert layers, f"mesh_violations refuses {2 * pp} chunks of {len(layer_costs)} layers"
+    assert sum(layers) == len(layer_costs), "no layer is lost"
     return layers
 
 

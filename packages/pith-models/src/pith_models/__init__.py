@@ -1,1 +1,1 @@
-"""Model families, one self-contained file each."""
+"""Model families, one file each."""
