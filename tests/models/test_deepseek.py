@@ -511,6 +511,7 @@ def test_released_configurations_are_read_with_their_rope():
         (V3, {"num_key_value_heads": 8}, "num_key_value_heads = 8: only 128"),
         (V3, {"attention_bias": True}, "attention_bias = True: only False"),
         (V3, {"n_group": None}, "n_group: missing"),
+        (V2, {"n_group": None}, "n_group: missing"),
         (V3, {"index_topk": 2048}, "index_topk = 2048: unknown field"),
         (V3, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling.rope_type"),
         (V3, {"n_group": 7}, "model.n_group = 7: must divide n_routed_experts = 256"),

@@ -177,6 +177,11 @@ def test_index_at_odds_with_its_files_is_refused(source: Path):
     (source / INDEX_FILE).write_text(json.dumps({"weight_map": moved}))
     with pytest.raises(ValueError, match=r"disagree about lm_head\.weight"):
         read(source)
+    save_file({"lm_head.weight": torch.zeros(97, 64)}, source / "zz.safetensors")
+    moved["lm_head.weight"] = "zz.safetensors"
+    (source / INDEX_FILE).write_text(json.dumps({"weight_map": moved}))
+    with pytest.raises(ValueError, match=r"zz\.safetensors and .* both hold lm_head\.weight"):
+        read(source)
     moved["lm_head.weight"] = "model-00099-of-00099.safetensors"
     (source / INDEX_FILE).write_text(json.dumps({"weight_map": moved}))
     with pytest.raises(ValueError, match=r"lacks model-00099-of-00099\.safetensors"):
@@ -208,6 +213,9 @@ def test_existing_folder_is_kept_unless_replaced(source: Path, tmp_path: Path):
     assert_same_bytes(source, out)
     assert not (out / "note.txt").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="exists"):
+        export(source, tmp_path / "dangling")
     with pytest.raises(ValueError, match=r"cannot write .*note/out"):
         export(source, tmp_path / "source" / "config.json" / "note" / "out")
 

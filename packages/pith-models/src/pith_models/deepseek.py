@@ -148,7 +148,7 @@ class DeepseekConfig(DecoderConfig):
         # transformers has other defaults where these are absent.
         nulls = {"q_lora_rank": None, "n_shared_experts": 0}
         defaults = {name: null for name, null in nulls.items() if name in hf_fields}
-        if not is_v3:
+        if method == "greedy":
             defaults |= {"n_group": 1, "topk_group": 1}
         return config_from_hf(
             DeepseekConfig,

@@ -94,10 +94,6 @@ class GptOssConfig(GroupedQueryConfig):
             hf_fields,
             fixed={**_FIXED_HF_FIELDS, "initial_context_length": length},
             defaults={"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "layer_types": ()},
-            spellings={
-                "num_experts": ("num_local_experts", "num_experts"),
-                "num_experts_per_tok": ("num_experts_per_tok", "experts_per_token"),
-            },
             needed=(rope_key,),
         )
         derived = replace(config, layer_types=())

@@ -2,8 +2,8 @@
 
 A checkpoint of ours names *canonical* tensors ("layers.3.experts_gate_proj", `[E, I, H]`). Files
 hold one under its own key, one key per expert, or fused: `gate_up_proj` has all experts' gate and
-up rows, halves or, in GPT-OSS, in turn and transposed. FP8 and MXFP4 are decoded. Memory: one
-canonical tensor and one key.
+up rows, halves or, in GPT-OSS, in turn and transposed. FP8 and MXFP4 are decoded. Memory: a
+canonical tensor or two.
 
 The trap is a partial load, which trains plausibly: all keys are checked before a value is read.
 """
@@ -30,17 +30,8 @@ from torch import Tensor, nn
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 COMPANION_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "chat_template.*"),
 )
 """Copied byte for byte."""
 
@@ -234,7 +225,7 @@ def export_tensors(
     `tensors` are asked for one at a time; `COMPANION_FILES` come from `companions`. ValueError if
     `out` exists without `replace`, another process writes it, or `tensors` are not of `layout`.
     """
-    if out.exists() and not replace:
+    if os.path.lexists(out) and not replace:
         raise ValueError(f"{out} exists: choose another folder or remove it")
     # As sets: `name in tensors` may read the tensor.
     expected, present = {tensor.name for tensor in layout}, set(tensors)
@@ -248,9 +239,10 @@ def export_tensors(
         for left in temporary.iterdir():
             if left != lock:
                 left.unlink()
-        for name in COMPANION_FILES:
-            if companions is not None and (companions / name).is_file():
-                shutil.copyfile(companions / name, temporary / name)
+        if companions is not None:
+            for path in (p for name in COMPANION_FILES for p in companions.glob(name)):
+                if path.is_file():
+                    shutil.copyfile(path, temporary / path.name)
         fields = {**config_fields, "torch_dtype": _dtype_name(dtype)}
         _write_json(temporary / "config.json", fields)
         _write_values(tensors, layout, _create_files(layout, temporary, dtype, max_file_bytes))
@@ -310,6 +302,8 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
         try:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 - not a dict
+                    if key in headers:
+                        raise ValueError(f"{path} and {headers[key].path} both hold {key}")
                     entry = file.get_slice(key)
                     headers[key] = _Header(path, tuple(entry.get_shape()), entry.get_dtype())
         except SafetensorError as error:

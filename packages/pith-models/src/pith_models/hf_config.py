@@ -27,6 +27,10 @@ NEUTRAL_HF_FIELDS = (
     "use_cache",
 )
 """Without effect on the forward pass."""
+_SPELLINGS = {
+    "num_experts": ("num_experts", "num_local_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "experts_per_token"),
+}
 _FIXED_HF_FIELDS = {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False}
 
 
@@ -90,8 +94,11 @@ class DecoderConfig:
             for name in ("head_dim", "qk_rope_head_dim")
             if values.get(name, 0) % 2
         ]
-        scaling = self.rope_scaling
-        return found + (scaling.violations("model.rope_scaling") if scaling else [])
+        if scaling := self.rope_scaling:
+            found += scaling.violations("model.rope_scaling")
+            if self.rope_theta <= 1:
+                found.append(f"model.rope_theta = {self.rope_theta}: YaRN needs more than 1")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,16 +121,14 @@ def config_from_hf(
     fixed: Mapping[str, object],
     defaults: Mapping[str, object],
     neutral: Sequence[str] = (),
-    spellings: Mapping[str, Sequence[str]] | None = None,
     needed: Sequence[str] = (),
 ) -> _Config:
     """Make a configuration of the fields of a `config.json`; ValueError with all faults.
 
     `fixed` fields have one implemented value, `defaults` is for fields absent or null, `neutral`
-    adds to `NEUTRAL_HF_FIELDS`, `spellings` are a field's names in files, `needed` others that must
-    be there.
+    adds to `NEUTRAL_HF_FIELDS`, `needed` are others that must be there.
     """
-    fixed, spellings = {**_FIXED_HF_FIELDS, **fixed}, spellings or {}
+    fixed = {**_FIXED_HF_FIELDS, **fixed}
     defaults = {"tie_word_embeddings": False, **defaults}
     given = {key: value for key, value in hf_fields.items() if not key.startswith("_")}
     faults = [
@@ -142,7 +147,7 @@ def config_from_hf(
     values: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
     known = {*fixed, *neutral, *NEUTRAL_HF_FIELDS, "quantization_config", "rope_parameters"}
     for name in [field.name for field in fields(family)]:
-        names = spellings.get(name, (name,))
+        names = _SPELLINGS.get(name, (name,))
         known.update(names)
         if name in values:
             continue

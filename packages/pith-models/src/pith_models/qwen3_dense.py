@@ -27,8 +27,8 @@ class Qwen3Config(GroupedQueryConfig):
     @staticmethod
     def from_hf(hf_fields: dict) -> "Qwen3Config":
         """Read a `config.json`; a ValueError names every fault."""
-        kinds = hf_fields.get("layer_types")
-        full = ["full_attention"] * (len(kinds) if isinstance(kinds, list) else 1)
+        kinds, layers = hf_fields.get("layer_types"), hf_fields.get("num_hidden_layers")
+        full = ["full_attention"] * (layers if isinstance(layers, int) else 1)
         return config_from_hf(
             Qwen3Config,
             hf_fields,

@@ -78,7 +78,6 @@ class Qwen3MoeConfig(GroupedQueryConfig):
             fixed=_FIXED_HF_FIELDS,
             defaults={"head_dim": head_dim, "mlp_only_layers": ()},
             neutral=("sliding_window", "max_window_layers"),  # need `use_sliding_window`
-            spellings={"num_experts": ("num_experts", "num_local_experts")},
         )
 
     def to_hf(self) -> dict:
