@@ -187,7 +187,7 @@ def test_a_finished_run_without_a_held_out_record_still_ends_well(folder):
     shutil.rmtree(run / "export")
     output = pith(folder, "pretrain", *SIX, "--name", "cut")
     assert (run / "export" / "config.json").exists()
-    assert output.endswith("\nruns/cut/export\n") and "held-out loss" not in output
+    assert output.endswith("\nHugging Face runs/cut/export\n") and "held-out loss" not in output
 
 
 @pytest.mark.slow
