@@ -149,6 +149,7 @@ def test_bad_inputs_are_named_together_and_leave_nothing(tmp_path: Path, tokeniz
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "bad.jsonl").write_text('{"text": "ok"}\n{"content": "x"}\n')
     (tmp_path / "broken.jsonl").write_text('{"text": "ok"}\n{"text"\n')
+    (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
     (tmp_path / "table.csv").write_text("a,b")
     out = tmp_path / "out"
     before = sorted(tmp_path.iterdir())
@@ -159,6 +160,7 @@ def test_bad_inputs_are_named_together_and_leave_nothing(tmp_path: Path, tokeniz
         ),
         (["empty.txt"], "no document with any text"),
         (["latin.txt"], "latin.txt is not UTF-8"),
+        (["half.jsonl"], r"half.jsonl:1 is not JSON: .*surrogates not allowed"),
         (["bad.jsonl"], r"bad.jsonl:2 has no text in field 'text'; it has \['content'\]"),
         (["broken.jsonl"], "broken.jsonl:2 is not JSON"),
         ([], "no input file"),

@@ -233,7 +233,11 @@ def _range_violations(config: RunConfig) -> list[str]:
         found.append(_refusal("train.seed", train.seed, "numbers below 2**63", 0))
     if not 0 < config.timeout <= 1e9:
         found.append(_refusal("timeout", config.timeout, "seconds above 0 and up to 1e9", 600))
-    if Path(name).name != name or name in ("", "..") or len(os.fsencode(name)) > 255:
+    if (
+        Path(name).name != name
+        or name in ("", "..", "standard-library")
+        or len(os.fsencode(name)) > 255
+    ):
         found.append(_refusal("name", name, "names of one folder, up to 255 bytes", "my-run"))
     if not norm > 0:
         found.append(_refusal("train.max_grad_norm", norm, "numbers above 0", 1))

@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _launcher() -> int | None:
     """The process id of the `launch` that started this worker."""
-    found = re.fullmatch(r"pith-(\d+)", os.environ.get("TORCHELASTIC_RUN_ID", ""))
+    found = re.fullmatch(r"launched-by-pith-(\d+)", os.environ.get("TORCHELASTIC_RUN_ID", ""))
     return int(found[1]) if found else None
 
 

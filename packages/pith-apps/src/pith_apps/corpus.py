@@ -331,10 +331,11 @@ def _spread(files: list[Path], max_bytes: int) -> list[Path]:
 def _text_of_line(line: str, text_field: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+        if isinstance(record, dict) and isinstance(text := record.get(text_field), str):
+            text.encode()  # refuses half of a surrogate pair
+            return text
+    except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
-    if isinstance(record, dict) and isinstance(text := record.get(text_field), str):
-        return text
     found = sorted(record) if isinstance(record, dict) else type(record).__name__
     raise ValueError(f"{where} has no text in field {text_field!r}; it has {found}")
 

@@ -46,7 +46,7 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_processes,
-        run_id=f"pith-{os.getpid()}",  # `cli.py` finds its launcher by it
+        run_id=f"launched-by-pith-{os.getpid()}",  # `cli.py` finds its launcher by it
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
