@@ -79,16 +79,15 @@ def whole_tensors(blocks):
     return whole
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("written", "sharding"),
     [
-        ("single", SHARDED),
-        ("pp2-ep2", SHARDED),
+        pytest.param("single", SHARDED, marks=pytest.mark.core),
+        pytest.param("pp2-ep2", SHARDED, marks=pytest.mark.core),
         ("dp4", SHARDED),
-        ("ep4", SHARDED),
-        ("dp2-ep2", HSDP),
-        ("pp2-dp2", REPLICATED),
+        pytest.param("ep4", SHARDED, marks=pytest.mark.core),
+        pytest.param("dp2-ep2", HSDP, marks=pytest.mark.core),
+        pytest.param("pp2-dp2", REPLICATED, marks=pytest.mark.core),
         ("dp4", REPLICATED),
     ],
 )
