@@ -75,6 +75,12 @@ def test_large_models_are_split_at_every_pp():
         assert sum(layers) == 61 and min(layers) >= 1 and len(layers) == 2 * pp
 
 
+def test_too_few_layers_end_in_an_assertion():
+    """`mesh_violations` refuses them before; alone, the search must not return a short answer."""
+    with pytest.raises(AssertionError, match="refuses 8 chunks of 7 layers"):
+        layers_per_chunk((1.0,) * 7, 4, 1.0)
+
+
 @pytest.mark.parametrize("layers", [(2, 2, 2, 1), (4, 0, 3, 1), (3, 3, 2), (), (9, -1)])
 def test_a_partition_that_loses_a_layer_is_refused(layers):
     (violation,) = partition_violations(layers, 2, 8)
