@@ -1,5 +1,6 @@
 """Dense Qwen3 against `transformers.Qwen3ForCausalLM`: logits, loss, gradients, files."""
 
+import copy
 import json
 import re
 from dataclasses import replace
@@ -92,7 +93,9 @@ QWEN3_06B = {
 
 
 def make_theirs(variant: str, dtype: torch.dtype) -> Qwen3ForCausalLM:
-    config = TheirConfig(**{**TINY, **VARIANTS[variant]}, attn_implementation="eager")
+    # A copy: transformers writes the base into the table of rope_scaling that it is given.
+    fields = copy.deepcopy({**TINY, **VARIANTS[variant]})
+    config = TheirConfig(**fields, attn_implementation="eager")
     model = Qwen3ForCausalLM(config).to(dtype)
     randomise(model)
     return model.eval()
