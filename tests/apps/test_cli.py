@@ -81,6 +81,15 @@ def test_an_interrupt_before_ranks_is_one_line(capsys, monkeypatch, tmp_path):
         (["pretrain", "demo", "--mesh.ep", "0"], ["mesh.ep = 0"]),
         (["pretrain", "demo", "--lr.schedule", "constant"], ["set --lr.final-ratio None or"]),
         (
+            ["pretrain", "demo", "--balance.method=none", "--balance.coefficient", "0.1"],
+            ["--balance.coefficient: unread with balance.method none"],
+        ),
+        (
+            ["pretrain", "demo", "--balance.bias-rate", "0.1"],
+            ["--balance.bias-rate: unread with balance.method sequence"],
+        ),
+        (["parity", "demo", "--data.training", "x"], ["--data.training: parity runs one step"]),
+        (
             ["pretrain", "demo", "--train.steps", "4", "--train.steps=5"],
             ["given more than once: --train.steps"],
         ),

@@ -27,7 +27,7 @@ from pith_engine.optim import AdamW, OptimizerConfig
 from pith_engine.plain import plain_hidden
 from pith_models.build import ModelConfig, model_config_from_hf
 from pith_models.hf import read_hf_config
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_qwen3 import assert_same_bytes, read_weights, save_tiny_qwen3
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -219,6 +219,18 @@ def test_damaged_source_leaves_nothing(source: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=f"lacks {path.name}, named by its index"):
         import_checkpoint(source, tmp_path / "imported", config_of(source))
     assert not (tmp_path / "imported").exists()
+
+
+def test_a_value_that_is_not_finite_leaves_nothing(source: Path, tmp_path: Path):
+    """It is met in the middle of writing: no traceback of the writer, no half checkpoint."""
+    path = sorted(source.glob("*.safetensors"))[-1]
+    tensors = load_file(path)
+    name, tensor = next(iter(tensors.items()))
+    tensor.view(-1)[0] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"^[a-z0-9_.]+ holds values that are not finite$"):
+        import_checkpoint(source, tmp_path / "imported", config_of(source))
+    assert list((tmp_path / "imported").iterdir()) == [], name
 
 
 def test_import_beside_a_checkpoint_is_refused(source: Path, tmp_path: Path):

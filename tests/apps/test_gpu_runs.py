@@ -43,6 +43,32 @@ def test_a_ring_of_two_gpus_gives_the_losses_of_one(tmp_path, dtype):
             assert found[0] == pytest.approx(expected[0], rel=5e-3)
 
 
+def run_parity(folder, recipe, variations, *meshes):
+    command = [sys.executable, "-m", "pith_apps.cli", "parity", recipe, "--train.device", "cuda"]
+    command += ["--with", variations, "--meshes", *meshes]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.stdout.rstrip().endswith("PASS"), done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU needed")
+@pytest.mark.parametrize(
+    ("recipe", "variations"),
+    [
+        ("demo", "packed,padding,aux,tied,recompute,muon"),
+        ("qwen3-30b-a3b-tiny", "packed,aux,muon"),
+        ("deepseek-v2-lite-tiny", "packed,aux,recompute"),
+        ("deepseek-v3-tiny", "packed,padding,aux"),
+        ("gpt-oss-20b-tiny", "packed,aux,recompute"),
+        ("qwen3-8b-tiny", "packed,tied,recompute,muon"),
+    ],
+)
+def test_one_gpu_passes_parity(tmp_path, recipe, variations):
+    """The schedule on its streams against plain autograd, in float64."""
+    run_parity(tmp_path, recipe, variations, "single")
+
+
 @pytest.mark.gpus2
 @NEEDS_TWO
 @pytest.mark.parametrize(
@@ -57,11 +83,7 @@ def test_a_ring_of_two_gpus_gives_the_losses_of_one(tmp_path, dtype):
 )
 def test_meshes_of_two_gpus_pass_parity(tmp_path, recipe, meshes, variations):
     """NCCL moves the rings, halos, shards, replicas and Muon's matrices of float64 runs."""
-    command = [sys.executable, "-m", "pith_apps.cli", "parity", recipe, "--train.device", "cuda"]
-    command += ["--with", variations, "--meshes", *meshes]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert done.stdout.rstrip().endswith("PASS"), done.stdout
+    run_parity(tmp_path, recipe, variations, *meshes)
 
 
 @pytest.mark.gpus2

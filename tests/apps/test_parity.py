@@ -352,7 +352,7 @@ def test_verdicts() -> None:
         names = ("loss", "balance", "norm", "gradient", "update")
         numbers = {name: changes.pop(name, 0.0) for name in names}
         facts = {"weights_equal": True, "covered": True, "worst": "head", **changes}
-        return ParityResult(**facts, seconds=1.0, differences=numbers)
+        return ParityResult(**facts, differences=numbers)
 
     assert result().agrees("fp64")
     for name in ("loss", "balance", "norm", "gradient", "update"):

@@ -16,7 +16,6 @@ from pith_apps.pretrain import load_warning
 from pith_apps.run_log import (
     RunLog,
     StepRecord,
-    format_seconds,
     peak_memory_bytes,
     read_metrics,
     write_run_facts,
@@ -208,15 +207,6 @@ def test_peak_memory_is_in_bytes() -> None:
     peak = peak_memory_bytes(CPU)
     assert len(block) < peak < 64 << 30
     assert peak > 100 << 20
-
-
-def test_format_seconds() -> None:
-    assert [format_seconds(s) for s in (0.4, 59.6, 3661, 90061)] == [
-        "0:00:00",
-        "0:01:00",
-        "1:01:01",
-        "1d 1:01:01",
-    ]
 
 
 def test_tensorboard_holds_the_scalars_and_no_step_twice(tmp_path: Path) -> None:

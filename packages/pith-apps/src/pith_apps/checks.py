@@ -152,7 +152,8 @@ def required_checkpoint(config: RunConfig) -> Path:
 def hf_model_changes(source: Path, model: ModelConfig) -> list[str]:
     """`changed_fields` from a Hugging Face folder's model to `model`."""
     theirs = model_record(model_config_from_hf(read_hf_config(source)))
-    return changed_fields({"model": theirs}, {"model": model_record(model)})
+    changes = changed_fields({"model": theirs}, {"model": model_record(model)})
+    return [f"{change} (folder -> recipe)" for change in changes]
 
 
 def _start_violations(config: RunConfig) -> list[str]:
@@ -170,7 +171,7 @@ def _start_violations(config: RunConfig) -> list[str]:
                 HuggingFaceTensors(source, layout, torch.float32, skipped)
             saved = tokenizer_hash(source) if (source / "tokenizer.json").is_file() else None
         elif fault := checkpoint_fault(source):
-            found = [f"neither a folder with a config.json nor a complete checkpoint: {fault}"]
+            found = [f"neither config.json nor a complete checkpoint (step-*): {fault}"]
         else:
             run = read_manifest(source).run
             found, saved = fixed_changes(config, run, ("model.",)), run.get("tokenizer")
@@ -224,13 +225,11 @@ def _range_violations(config: RunConfig) -> list[str]:
         "checkpoint.interval": (config.checkpoint.interval, 0),
         "checkpoint.keep": (config.checkpoint.keep, 1),
     }
-    found = [
-        _refusal(path, value, f"whole numbers from {low}", f"{low} or more")
-        for path, (value, low) in least.items()
-        if value is not None and value < low
-    ]
-    if train.seed >= 2**63:
-        found.append(_refusal("train.seed", train.seed, "numbers below 2**63", 0))
+    found = []
+    for path, (value, low) in least.items():
+        high = 2**63 if path == "train.seed" else 10**8  # step-99999999
+        if value is not None and not low <= value < high:
+            found.append(_refusal(path, value, f"whole numbers from {low}, below {high}", low))
     if not 0 < config.timeout <= 1e9:
         found.append(_refusal("timeout", config.timeout, "seconds above 0 and up to 1e9", 600))
     if (
@@ -329,7 +328,7 @@ def _data_violations(config: RunConfig) -> list[str]:
     corpora = {"data.training": folders.training, "data.held_out": folders.held_out}
     if data.standard_library:
         corpora = {path: folder for path, folder in corpora.items() if folder.exists()}
-        if not corpora:  # once they exist, they say it themselves
+        if not corpora:  # else they say it
             sizes["the standard library"] = STANDARD_LIBRARY_VOCABULARY
     tokenizer = None
     try:

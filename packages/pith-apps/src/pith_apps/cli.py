@@ -225,16 +225,22 @@ def _parse_recipe(command: str, rest: list[str], form: type[Arguments]) -> Argum
         )
     recipe, *options = rest
     config = load_recipe(recipe)
-    yarn = [n for n in _option_names(options) if n.startswith("--model.rope-scaling.")]
+    names = _option_names(options)
+    yarn = [name for name in names if name.startswith("--model.rope-scaling.")]
     if yarn and config.model.rope_scaling is None:
         raise ValueError(f"{yarn[0]}: recipe {recipe} has no YaRN; set it in a file")
-    return tyro.cli(
+    arguments = tyro.cli(
         form,
         default=form(config=config),
         args=options,
         prog=f"pith {command} {recipe}",
         config=(tyro.conf.AvoidSubcommands,),
     )
+    method = arguments.config.balance.method
+    read = {"none": "", "bias": "--balance.bias-rate"}.get(method, "--balance.coefficient")
+    if unread := {"--balance.bias-rate", "--balance.coefficient"} & {*names} - {read}:
+        raise ValueError(f"{min(unread)}: unread with balance.method {method}")
+    return arguments
 
 
 def _option_names(options: list[str]) -> list[str]:

@@ -99,9 +99,7 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
 
     ValueError for another model, a larger tokenizer, or a run with a checkpoint.
     """
-    raise_violations(
-        hf_model_changes(source, config), "the recipe describes another model (folder -> recipe)"
-    )
+    raise_violations(hf_model_changes(source, config), "the recipe describes another model")
     if existing := find_checkpoint(checkpoints):
         raise ValueError(f"{existing} would be resumed instead: choose another --name or remove it")
     if (source / "tokenizer.json").exists():

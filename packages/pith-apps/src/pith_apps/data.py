@@ -44,13 +44,11 @@ class TrainingData:
         vocab_size: int,
         device: torch.device,
     ):
-        """`tokens` `[N]`; a ValueError if there are too few samples."""
+        """`tokens` `[N]`, not `too_few_samples`."""
         self.tokens, self.vocab_size, self.train = tokens, vocab_size, train
         self.device, self.cp = device, mesh.cp
         self.num_samples = num_samples(len(tokens), train.sequence_length)
         self.local_sequences = _local_range(mesh, train)
-        if fault := too_few_samples(len(tokens), train.sequence_length, train.batch):
-            raise ValueError(fault)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="training-data")
         self._ahead: tuple[int, Future[Tensor]] | None = None
 

@@ -18,14 +18,15 @@ def evaluate(config: RunConfig) -> int:
     newest = required_checkpoint(config)
     with joined_trainer(config) as trainer:
         manifest = load_checkpoint(newest, trainer.parameters, None, trainer.mesh)
+        is_first, changes = trainer.mesh.rank == 0, fixed_changes(config, manifest.run, ("data.",))
+        if is_first and changes:
+            print(f"warning: not the data options of the run: {'; '.join(changes)}", flush=True)
         loss, num_targets = held_out_loss(trainer)
-        if trainer.mesh.rank == 0:
+        if is_first:
             print(
                 f"held-out loss {loss:.6f} after step {manifest.step} ({num_targets:,} tokens of "
                 f"{config.folders.held_out}), checkpoint {newest}"
             )
-            if changes := fixed_changes(config, manifest.run, ("data.",)):
-                print(f"note: not the data options of the run: {'; '.join(changes)}")
     return 0
 
 

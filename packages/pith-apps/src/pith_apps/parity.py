@@ -19,7 +19,6 @@ differently shows as a large difference.
 """
 
 import math
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -113,8 +112,6 @@ class ParityResult:
     """Relative, by the names of `FP32_LIMITS`; `update` is 0 without Muon."""
     worst: str
     """The tensor whose gradient differs most."""
-    seconds: float
-    """Time of the step."""
 
     def agrees(self, dtype: str) -> bool:
         """Whether it is within the limits of `dtype`; a NaN never is."""
@@ -132,7 +129,7 @@ def parity_plan(
     replaced += [option for option, name in VARIED_OPTIONS.items() if name in variations]
     if twice := [name for name in given if name.startswith(tuple(replaced))]:
         raise ValueError(f"{', '.join(twice)}: set by --meshes, --dtype or --with")
-    unread = ("--lr.", "--start.", "--evaluation.", "--checkpoint.", "--log.")
+    unread = ("--lr.", "--start.", "--evaluation.", "--checkpoint.", "--log.", "--data.")
     unread += ("--train.steps", "--train.max")
     if unused := [name for name in given if name.startswith(unread)]:
         raise ValueError(f"{', '.join(unused)}: parity runs one step and reads none of these")
@@ -235,7 +232,7 @@ def parity_worker(
             print("the model has no experts: nothing is balanced, and in a grid dp replaces ep")
         print(
             f"one process: loss {loss}, balance {balance}, gradient norm {norm}\n"
-            f"{'mesh':<12} weights   {columns}  seconds  verdict  largest gradient difference in",
+            f"{'mesh':<12} weights   {columns}  verdict  largest gradient difference in",
             flush=True,
         )
     all_agree = True
@@ -348,10 +345,8 @@ def compare_mesh(
     share, size = config.train.batch // mesh.config.num_batch_ranks, config.train.micro_batch
     firsts = range(mesh.batch_rank * share, (mesh.batch_rank + 1) * share, size)
     batches = [shard_batch(cut_sequences(batch, first, size), mesh.cp) for first in firsts]
-    start = time.perf_counter()
     losses, norm = step_gradients(trainer, batches)
     ours = {"loss": losses.loss, "balance": losses.balance, "norm": norm.item()}
-    seconds = time.perf_counter() - start
 
     scales = {name: _largest(gradient) for name, gradient in reference.gradients.items()}
     least = 1e-5 * max(scales.values())
@@ -381,7 +376,6 @@ def compare_mesh(
             "update": max(moves),
         },
         worst=max(worst)[1],
-        seconds=seconds,
     )
 
 
@@ -442,7 +436,4 @@ def _row(run: RunConfig, result: ParityResult) -> str:
     numbers = " ".join(f"{result.differences[name]:8.1e}" for name in FP32_LIMITS)
     verdict = "agrees " if result.agrees(run.train.dtype) else "DIFFERS"
     gaps = "" if result.covered else "; some elements on no rank or too many, or replicas differ"
-    return (
-        f"{_label(run):<12} {weights:<9} {numbers}  {result.seconds:7.2f}  {verdict}  "
-        f"{result.worst}{gaps}"
-    )
+    return f"{_label(run):<12} {weights:<9} {numbers}  {verdict}  {result.worst}{gaps}"

@@ -16,7 +16,6 @@ the optimizer's kernels shows that the step is over.
 import json
 import os
 import platform
-import re
 import resource
 import sys
 import time
@@ -38,8 +37,6 @@ from pith_ops.device import peak_flops
 from pith_apps.config import RunConfig, config_record
 from pith_apps.plan import training_flops
 
-ETA_STEPS = 20
-"""Recent steps that the ETA follows from."""
 NEED_EXPERTS = ("balance", "max_load", "dead_experts", "load_entropy")
 """Fields of `StepLosses` that are null in a record of a dense model."""
 
@@ -96,7 +93,7 @@ class StepRecord:
             f"{self.tokens_per_second:,.0f} tok/s  "
             f"{self.tokens_per_second_per_rank:,.0f} tok/s/{unit}  MFU {mfu}  "
             f"mem {self.peak_memory / (1 << 30):.2f} GiB  {self.step_seconds:.3f} s  "
-            f"ETA {format_seconds(self.eta_seconds)}{skipped}"
+            f"ETA {timedelta(seconds=round(self.eta_seconds))}{skipped}"
         )
 
 
@@ -129,7 +126,7 @@ class RunLog:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=last_kept + 1)
-        self._recent = deque[float](maxlen=ETA_STEPS)
+        self._recent = deque[float](maxlen=20)  # for the ETA
         self._elsewhere, self._last_end = 0.0, time.perf_counter()
 
     def __enter__(self) -> "RunLog":
@@ -245,8 +242,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def format_seconds(seconds: float) -> str:
-    """`1:02:03`, after days if any."""
-    return re.sub(" days?, ", "d ", str(timedelta(seconds=round(seconds))))

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -108,15 +109,21 @@ def write_checkpoint(
     barrier(mesh.world)
     # 2. DCP keeps a file's tensors until it is closed: those read one by one get a file each.
     writer = FileSystemWriter(temporary, single_file_per_rank=read is None, sync_files=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant: one process
-        save(
-            {},
-            storage_writer=writer,
-            planner=_BlockSavePlanner(blocks, read),
-            process_group=mesh.world.group,
-            no_dist=mesh.world.size == 1,
-        )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process
+            save(
+                {},
+                storage_writer=writer,
+                planner=_BlockSavePlanner(blocks, read),
+                process_group=mesh.world.group,
+                no_dist=mesh.world.size == 1,
+            )
+    except CheckpointException as error:
+        if mesh.world.size > 1:
+            raise
+        shutil.rmtree(temporary)
+        raise error.failures[0][0] from None
     mine = [*temporary.glob(f"__{rank}_*"), *([temporary / ".metadata"] if rank == 0 else [])]
     records = gather_objects({path.name: _record(path) for path in sorted(mine)}, mesh.world)
     # 3. and 4.
@@ -152,7 +159,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 def checkpoint_fault(path: Path) -> str | None:
     """Why it is not complete, or None."""
     if not (path / MANIFEST_NAME).is_file():
-        return f"no {MANIFEST_NAME}"
+        return f"no {MANIFEST_NAME}" if path.is_dir() else "no such folder"
     try:
         sizes = {name: record["size"] for name, record in read_manifest(path).files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,15 +1,15 @@
 """Recipes of released models, and their tiny forms.
 
-    recipe            config.json on Hugging Face         parameters  active   GPUs   GB each
-    qwen3-8b          Qwen/Qwen3-8B-Base                       8.2 B   8.2 B      8   12 + 49
-    qwen3-30b-a3b     Qwen/Qwen3-30B-A3B-Base                 30.5 B   3.3 B      8   61 + 22
-    qwen3-235b-a22b   Qwen/Qwen3-235B-A22B                     235 B    22 B     64   44 + 27
+    recipe            config.json on Hugging Face         parameters  active   GPUs
+    qwen3-8b          Qwen/Qwen3-8B-Base                       8.2 B   8.2 B      8
+    qwen3-30b-a3b     Qwen/Qwen3-30B-A3B-Base                 30.5 B   3.3 B      8
+    qwen3-235b-a22b   Qwen/Qwen3-235B-A22B                     235 B    22 B     64
     deepseek-v2-lite  deepseek-ai/DeepSeek-V2-Lite            15.7 B   2.4 B*     8
     deepseek-v3       deepseek-ai/DeepSeek-V3                  671 B    37 B   2048
     gpt-oss-20b       openai/gpt-oss-20b                      20.9 B   3.6 B*     8
     gpt-oss-120b      openai/gpt-oss-120b                    116.8 B   5.1 B*    32
 
-    *  without the embedding        GB  AdamW's fp32 state + gathered weights and fp32 gradients
+    *  without the embedding
 
 Sizes and RoPE are those of config.json, V3 without multi-token prediction. V2-Lite's batch and peak
 learning rate: arXiv 2405.04434, appendix B; V3's mesh, batch, peak and the bias's rate: 2412.19437,
