@@ -3,8 +3,8 @@
     python3 docs/show.py clip_gradients Mesh.create
 
 Public names are unique over the four packages, so a name needs no file; a private one may be given
-as `module.py:_name`. A method is `Class.method`, a module's docstring is `module.py`. Needs nothing
-installed and writes nothing.
+as `module.py:_name`. A method or a field is `Class.name`, a module's docstring is `module.py`.
+Needs nothing installed and writes nothing.
 """
 
 import ast
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_USES = 3
+MAX_USES = 2
 
 
 def main(names: list[str]) -> int:
@@ -33,7 +33,8 @@ def main(names: list[str]) -> int:
             text = files[path].splitlines()
             print("\n".join(f"{number} {text[number - 1]}" for number in lines))
         if found and not name.endswith(".py"):
-            show_uses(name.rpartition(":")[2], files, trees, printed)
+            head = files[found[0][0]].splitlines()[found[0][1].start - 1].strip()
+            show_uses(use_pattern(name.rpartition(":")[2], head), files, trees, printed)
     unknown = [name for name, found in places.items() if not found]
     if unknown:
         print(f"no such name: {', '.join(unknown)}")
@@ -76,17 +77,25 @@ def defined(node: ast.stmt) -> list[str]:
     return []
 
 
+def use_pattern(name: str, head: str) -> re.Pattern[str]:
+    """What a use of `name`, whose definition begins with the line `head`, looks like."""
+    owner, _, word = name.rpartition(".")
+    if not owner or word == "__init__":
+        return re.compile(rf"(?<![\w.]){owner or word}\b")
+    if head in ("@staticmethod", "@classmethod"):
+        return re.compile(rf"\b{owner}\.{word}\(")
+    is_called = head != "@property" and head.startswith(("def ", "@"))
+    return re.compile(rf"\.{word}\(" if is_called else rf"\.{word}\b(?!\()")
+
+
 def show_uses(
-    name: str,
+    pattern: re.Pattern[str],
     files: dict[Path, str],
     trees: dict[Path, ast.Module],
     printed: set[tuple[Path, int]],
 ) -> None:
     """Print lines that use a name and are not printed; no definitions, imports, strings."""
-    owner, _, word = name.rpartition(".")
-    word = owner if word == "__init__" else word
-    pattern = re.compile(rf"\.{word}\b" if owner and word != owner else rf"(?<![\w.]){word}\b")
-    skipped = re.compile(rf"^\s*(def|class|from|import) |^\s*{word},?$")
+    skipped = re.compile(r"^\s*(def|class|from|import) |^\s*\w+,?$")
     uses = []
     for path, text in files.items():
         found = [

@@ -233,13 +233,18 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shortened(command: str) -> list[str]:
-    """The arguments to run: this environment's program, four steps instead of a whole run."""
+    """The arguments to run: this environment's program, four steps instead of a whole run.
+
+    The full grid with short sequences: `test_parity_cli.py` has it as a command too.
+    """
     words = command.removeprefix("uv run ").split()
     if words[0] in ("python", "python3", "pith"):
         words[0] = str(Path(sys.executable).parent / words[0])
     trains = "pretrain" in words or "validate-correctness" in command
     if trains and "--train.steps" not in words and "--help" not in words:
         words += ["--train.steps", "4"]
+    if "full" in words:
+        words += ["--train.sequence-length", "32"]
     return words
 
 
