@@ -3,7 +3,8 @@
     python3 docs/show.py clip_gradients Mesh.create
 
 Public names are unique over the four packages, so a name needs no file; a private one may be given
-as `module.py:_name`. A method or a field is `Class.name`, a module's docstring is `module.py`.
+as `module.py:_name`. A method or a field is `Class.name`, a module's docstring is `module.py`, the
+first lines of a class are `Class.`.
 Needs nothing installed and writes nothing.
 """
 
@@ -27,12 +28,15 @@ def main(names: list[str]) -> int:
     places = {name: definitions(name, trees) for name in names}
     # A use inside another definition that is printed anyway needs no line of its own.
     printed = {(path, n) for found in places.values() for path, lines in found for n in lines}
+    last = None
     for name, found in places.items():
         for path, lines in found:
-            print(path.relative_to(ROOT))
+            if path != last:
+                print(path.relative_to(ROOT))
+            last = path
             text = files[path].splitlines()
             print("\n".join(f"{number} {text[number - 1]}" for number in lines))
-        if found and not name.endswith(".py"):
+        if found and not name.endswith((".py", ".")):
             head = files[found[0][0]].splitlines()[found[0][1].start - 1].strip()
             show_uses(use_pattern(name.rpartition(":")[2], head), files, trees, printed)
     unknown = [name for name, found in places.items() if not found]
@@ -51,7 +55,10 @@ def definitions(name: str, trees: dict[Path, ast.Module]) -> list[tuple[Path, ra
         for node in [tree.body[0]] if path.name == name else find(tree, symbol):
             decorators = getattr(node, "decorator_list", [])
             first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-            found.append((path, range(first, (node.end_lineno or first) + 1)))
+            last = node.end_lineno or first
+            if name.endswith(".") and isinstance(node, ast.ClassDef):
+                last = node.body[0].end_lineno or first
+            found.append((path, range(first, last + 1)))
     return found
 
 
