@@ -138,7 +138,7 @@ def test_a_fault_in_every_section_is_one_refusal(verb, capsys, monkeypatch, tmp_
     bad = {**BAD_OPTIONS}
     if verb == ["parity"]:
         # Parity names its meshes itself and reads nothing of the others.
-        read = ("nproc", "model.head-dim", "optim.eps", "balance.coefficient")
+        read = ("nproc", "model.head-dim", "balance.coefficient")
         bad = {name: BAD_OPTIONS[name] for name in read}
     given = [word for name, value in bad.items() for word in (f"--{name}", value)]
     source = ["--source", "x"] if verb[-1] == "import" else []

@@ -19,7 +19,7 @@ from pith_apps.config import (
 )
 from pith_apps.corpus import tokenize_files, train_tokenizer
 from pith_apps.plan import Machine, describe_run
-from pith_apps.recipes.released import qwen3_30b_a3b, tiny_form
+from pith_apps.recipes.released import deepseek_v2_lite, gpt_oss_20b, qwen3_30b_a3b, tiny_form
 from pith_apps.trainer import build_trainer
 from pith_engine.balance import BalanceConfig
 from pith_engine.fsdp import ShardingConfig
@@ -406,6 +406,17 @@ def test_balancing_that_cannot_work_is_refused_by_name(run):
     assert found.startswith("balance.method bias with a model_type other than deepseek_v3: its")
     for method in ("none", "micro-batch", "sequence", "global-batch"):
         assert violations(replace(run, balance=BalanceConfig(method=method)), machine()) == []
+
+
+def test_a_fault_of_one_field_is_reported_and_nothing_that_follows_from_it(run):
+    """Neither an error of what reads the field, nor a relation that makes no sense with it."""
+    model = replace(tiny_form(gpt_oss_20b()).model, layer_types=("full_attention",))
+    found = violations(replace(run, model=model), machine())
+    assert sum("model.layer_types = ('full_attention',)" in line for line in found) == 1
+    model = replace(tiny_form(deepseek_v2_lite()).model, n_routed_experts=0)
+    found = violations(replace(run, model=model, mesh=MeshConfig(ep=2)), machine(2))
+    assert any(line.startswith("model.n_routed_experts = 0") for line in found)
+    assert not any("the model has no experts" in line for line in found)
 
 
 def test_the_readme_has_the_table_of_capabilities():

@@ -26,7 +26,7 @@ from pith_engine.mesh import Mesh
 from pith_engine.optim import AdamW, OptimizerConfig
 from pith_engine.plain import plain_hidden
 from pith_models.build import ModelConfig, model_config_from_hf
-from pith_models.hf import read_hf_config
+from pith_models.hf import held_folder, read_hf_config
 from safetensors.torch import load_file, save_file
 from tiny_qwen3 import assert_same_bytes, read_weights, save_tiny_qwen3
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -231,6 +231,13 @@ def test_a_value_that_is_not_finite_leaves_nothing(source: Path, tmp_path: Path)
     with pytest.raises(ValueError, match=r"^[a-z0-9_.]+ holds values that are not finite$"):
         import_checkpoint(source, tmp_path / "imported", config_of(source))
     assert list((tmp_path / "imported").iterdir()) == [], name
+
+
+def test_import_holds_a_new_run_folder_too(source: Path, tmp_path: Path):
+    """A run of that name that starts meanwhile would begin from initial weights."""
+    with held_folder(tmp_path / "run"), pytest.raises(ValueError, match="run is in use by another"):
+        import_checkpoint(source, tmp_path / "run" / "checkpoints", config_of(source))
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_import_beside_a_checkpoint_is_refused(source: Path, tmp_path: Path):

@@ -103,6 +103,12 @@ def test_the_full_grid_as_a_command(tmp_path: Path) -> None:
             ["--lr.peak", "7", "--train.steps", "9"],
             "--lr.peak, --train.steps: parity runs one step",
         ),
+        (["--runs-folder", "x"], "--runs-folder: parity runs one step"),
+        (["--optim.eps", "1e-6"], "--optim.eps: parity runs one step"),
+        (
+            ["--balance.method", "bias", "--balance.bias-rate", "0.1"],
+            "--balance.bias-rate: parity runs one step",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_before_ranks_start(options, named, monkeypatch, capsys):

@@ -45,9 +45,9 @@ def test_a_run_that_only_evaluated(tmp_path: Path) -> None:
     assert plot_losses(tmp_path, unigram_entropy=6.38).exists()
 
 
-def test_nothing_recorded_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no record"):
-        plot_losses(tmp_path, unigram_entropy=6.38)
+def test_a_finished_run_whose_records_are_gone_still_ends(tmp_path: Path) -> None:
+    blue, orange = (31, 119, 180), (255, 127, 14)
+    assert not {blue, orange} & colours(plot_losses(tmp_path, unigram_entropy=6.38))
 
 
 def test_the_mean_ends_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,39 @@ def test_unknown_revision_fails(compare_revisions, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "FAIL"
 
 
+def test_revisions_stand_before_options(compare_revisions, monkeypatch, tmp_path, capsys):
+    """The value of an option is no candidate; what is not given is the CPU in fp32."""
+    seen = []
+
+    def train(folder: Path, overrides: list[str]) -> list[dict]:
+        seen.append(overrides)
+        return [step_record(1, 8.3, 2.5)]
+
+    monkeypatch.setattr(compare_revisions, "train", train)
+    options = ["--train.steps", "4", "--tolerance", "1e-5", "--train.dtype=fp64"]
+    assert compare_revisions.main(["HEAD", "HEAD", *options]) == 0
+    assert "allowed 1e-05" in capsys.readouterr().out
+    expected = ["--train.steps", "4", "--train.dtype=fp64", "--train.device", "cpu"]
+    assert seen == [expected, expected]
+    with pytest.raises(SystemExit):
+        compare_revisions.main(options)
+
+
+def test_a_run_of_another_name_is_found_and_none_is_a_failure(compare_revisions, tmp_path):
+    """`--name x` may be among the options."""
+    script = "import sys; from pathlib import Path; Path('runs/x').mkdir(parents=True)"
+    script += "; Path('runs/x/metrics.jsonl').write_text('')"
+    package = tmp_path / "packages/pith-apps/src/pith_apps"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "cli.py").write_text(script)
+    assert compare_revisions.train(tmp_path, []) == []
+    (package / "cli.py").write_text("")
+    (tmp_path / "runs/x/metrics.jsonl").unlink()
+    with pytest.raises(compare_revisions.RevisionError, match="left 0 files"):
+        compare_revisions.train(tmp_path, [])
+
+
 def run_git(folder: Path, *arguments: str) -> None:
     subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
 

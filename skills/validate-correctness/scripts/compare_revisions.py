@@ -22,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 FIGURES = ("loss", "grad_norm")
+DEFAULTS = {"--train.steps": "20", "--train.device": "cpu", "--train.dtype": "fp32"}
+"""Options of `pith pretrain demo` that are not given."""
 
 
 class RevisionError(Exception):
@@ -52,13 +54,19 @@ class Comparison:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare two revisions; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--tolerance", type=float, default=0.0, help="relative, default 0: bits")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], parents=[own])
     parser.add_argument("base", help="git revision that is right")
     parser.add_argument("candidate", nargs="?", help="git revision to judge; default: working tree")
-    parser.add_argument("--tolerance", type=float, default=0.0, help="relative, default 0: bits")
-    options, overrides = parser.parse_known_args(arguments)
-    if not any(option.startswith("--train.steps") for option in overrides):
-        overrides += ["--train.steps", "20"]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # Revisions stand first: the 4 of `--train.steps 4` is none, which argparse cannot know.
+    end = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
+    found, overrides = own.parse_known_args(words[end:])
+    options = parser.parse_args(words[:end] or words, found)
+    given = {option.split("=")[0] for option in overrides}
+    for name, value in DEFAULTS.items():
+        overrides += [] if name in given else [name, value]
     # A terminated script still removes its worktree.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -130,7 +138,10 @@ def train(folder: Path, overrides: list[str]) -> list[dict]:
     if done.returncode != 0:
         output = done.stdout[-2_000:] + done.stderr[-4_000:]
         raise RevisionError(f"pith pretrain demo ended with {done.returncode}:\n{output}")
-    lines = (folder / "runs" / "demo" / "metrics.jsonl").read_text().splitlines()
+    found = list(folder.glob("runs/*/metrics.jsonl"))
+    if len(found) != 1:
+        raise RevisionError(f"the run left {len(found)} files runs/*/metrics.jsonl, not 1")
+    lines = found[0].read_text().splitlines()
     return steps_of([json.loads(line) for line in lines])
 
 

@@ -18,8 +18,8 @@ from pith_engine.balance import BalanceConfig
 from pith_engine.mesh import mesh_violations
 from pith_engine.partition import partition_violations
 from pith_engine.violations import raise_violations
-from pith_models.build import ModelConfig, canonical_tensors, model_config_from_hf, skipped_layer
-from pith_models.hf import HuggingFaceTensors, read_hf_config
+from pith_models.build import ModelConfig, model_config_from_hf, open_hf, skipped_layer
+from pith_models.hf import read_hf_config
 
 from pith_apps.config import RunConfig, config_record, model_record
 from pith_apps.corpus import STANDARD_LIBRARY_VOCABULARY, Corpus, tokenizer_hash
@@ -55,10 +55,9 @@ def violations(config: RunConfig, machine: Machine) -> list[str]:
 def step_violations(config: RunConfig, machine: Machine) -> list[str]:
     """What keeps any step from running here, whatever mesh and data."""
     found = own_violations(config) + _model_violations(config)
-    model_type = config.model.to_hf()["model_type"]
     settings = {
         "balance.method bias": config.balance.method == "bias",
-        "a model_type other than deepseek_v3": model_type != "deepseek_v3",
+        "a model_type other than deepseek_v3": skipped_layer(config.model) is None,
     }
     if not config.model.num_experts:
         found += _dense_violations(config)
@@ -167,8 +166,7 @@ def _start_violations(config: RunConfig) -> list[str]:
         if (source / "config.json").is_file():
             found = hf_model_changes(source, config.model)
             if not found:  # else its keys would differ too
-                layout, skipped = canonical_tensors(config.model), skipped_layer(config.model)
-                HuggingFaceTensors(source, layout, torch.float32, skipped)
+                open_hf(source, config.model, torch.float32)
             saved = tokenizer_hash(source) if (source / "tokenizer.json").is_file() else None
         elif fault := checkpoint_fault(source):
             found = [f"neither config.json nor a complete checkpoint (step-*): {fault}"]
@@ -285,8 +283,9 @@ def _mesh_violations(config: RunConfig, machine: Machine) -> list[str]:
     if config.layers_per_chunk is not None and _sound(config, "mesh.pp", "model.num_hidden_layers"):
         layers = config.model.num_hidden_layers
         found += partition_violations(config.layers_per_chunk, config.mesh.pp, layers)
-    sizes = ("model.num_experts", "model.num_hidden_layers", "train.sequence_length")
-    if not _sound(config, "nproc", "mesh", "train.batch", "train.micro_batch", *sizes):
+    sizes = ("model.num_experts", "model.n_routed_experts", "model.num_hidden_layers")
+    sizes += ("train.batch", "train.micro_batch", "train.sequence_length")
+    if not _sound(config, "nproc", "mesh", *sizes):
         return found
     found += fit_violations(config, machine.world_size)
     return found + [

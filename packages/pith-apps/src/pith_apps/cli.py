@@ -144,8 +144,6 @@ def _tokenize(rest: list[str]) -> int:
 
 
 def _convert(direction: str, rest: list[str]) -> int:
-    from pith_models.hf import held_folder
-
     from pith_apps.arguments import ExportArguments, ImportArguments
     from pith_apps.checks import own_violations
     from pith_apps.convert import export_newest, import_checkpoint
@@ -157,9 +155,7 @@ def _convert(direction: str, rest: list[str]) -> int:
     if isinstance(arguments, ExportArguments):
         export_newest(config, arguments.output, arguments.dtype)
         return 0
-    run = config.run_folder  # which a refusal shall not make
-    with held_folder(run) if run.exists() else nullcontext():
-        import_checkpoint(arguments.source, config.checkpoint_folder, config.model)
+    import_checkpoint(arguments.source, config.checkpoint_folder, config.model)
     return 0
 
 

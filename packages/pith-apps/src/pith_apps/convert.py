@@ -21,8 +21,8 @@ from pith_engine.checkpoint import (
 from pith_engine.fsdp import CanonicalBlock
 from pith_engine.mesh import Mesh
 from pith_engine.violations import raise_violations
-from pith_models.build import ModelConfig, canonical_tensors, parameter_counts, skipped_layer
-from pith_models.hf import HuggingFaceTensors, export_tensors, read_hf_config
+from pith_models.build import ModelConfig, canonical_tensors, open_hf, parameter_counts
+from pith_models.hf import export_tensors, held_folder, read_hf_config
 from torch import Tensor
 from tqdm import tqdm
 
@@ -107,10 +107,10 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
     else:
         print(f"{source} has no tokenizer.json: its size is not checked")
     layout = canonical_tensors(config)
-    tensors = HuggingFaceTensors(source, layout, torch.float32, skipped_layer(config))
+    tensors = open_hf(source, config, torch.float32)
     print(f"importing {source}: {tensors.account}")
     total = parameter_counts(config).total
-    with _progress("import", total) as bar:
+    with held_folder(checkpoints.parent), _progress("import", total) as bar:
         blocks = {
             f"model.{tensor.name}": CanonicalBlock(
                 name=tensor.name,

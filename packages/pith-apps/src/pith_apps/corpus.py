@@ -127,7 +127,7 @@ def tokenize_files(
     """
     files, faults = _list_files(inputs)
     if num_workers < 1:
-        faults.append(f"num_workers is {num_workers}; it must be at least 1")
+        faults.append(f"workers is {num_workers}; it must be at least 1")
     if output.exists():
         faults.append(f"{output} exists: remove it or name another folder")
     try:

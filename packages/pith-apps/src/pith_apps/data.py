@@ -48,7 +48,7 @@ class TrainingData:
         self.tokens, self.vocab_size, self.train = tokens, vocab_size, train
         self.device, self.cp = device, mesh.cp
         self.num_samples = num_samples(len(tokens), train.sequence_length)
-        self.local_sequences = _local_range(mesh, train)
+        self.local_sequences = local_range(mesh, train)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="training-data")
         self._ahead: tuple[int, Future[Tensor]] | None = None
 
@@ -86,7 +86,7 @@ def held_out_batches(
     ignored targets.
     """
     total = -(-(len(tokens) - 1) // train.sequence_length)
-    count, local = min(total, max_samples), _local_range(mesh, train)
+    count, local = min(total, max_samples), local_range(mesh, train)
     samples = [place * total // count for place in range(count)] + [total] * (-count % train.batch)
     for first in range(0, count, train.batch):
         mine = samples[first + local.start : first + local.stop]
@@ -133,7 +133,7 @@ def _mix(value: int, key: int) -> int:
     return value ^ value >> 31
 
 
-def _local_range(mesh: Mesh, train: TrainConfig) -> range:
+def local_range(mesh: Mesh, train: TrainConfig) -> range:
     """This batch rank's sequences of a step."""
     num_ranks = mesh.config.num_batch_ranks
     is_even = train.batch % (num_ranks * train.micro_batch) == 0

@@ -5,6 +5,7 @@ loss = (sum of token losses) / (number of targets)       in nats; exp(loss) is t
 
 from pith_engine.checkpoint import load_checkpoint
 from pith_engine.gradients import count_targets
+from pith_engine.runtime import gather_objects
 
 from pith_apps.checks import fixed_changes, required_checkpoint
 from pith_apps.config import RunConfig
@@ -15,11 +16,12 @@ from pith_apps.trainer import Trainer, joined_trainer
 
 def evaluate(config: RunConfig) -> int:
     """Print the loss of the `required_checkpoint`; every rank calls it."""
-    newest = required_checkpoint(config)
     with joined_trainer(config) as trainer:
+        # A run that saves meanwhile shows ranks different ones.
+        newest = gather_objects(required_checkpoint(config), trainer.mesh.world)[0]
         manifest = load_checkpoint(newest, trainer.parameters, None, trainer.mesh)
-        is_first, changes = trainer.mesh.rank == 0, fixed_changes(config, manifest.run, ("data.",))
-        if is_first and changes:
+        is_first = trainer.mesh.rank == 0
+        if is_first and (changes := fixed_changes(config, manifest.run, ("data.",))):
             print(f"warning: not the data options of the run: {'; '.join(changes)}", flush=True)
         loss, num_targets = held_out_loss(trainer)
         if is_first:

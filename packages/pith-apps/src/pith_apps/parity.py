@@ -43,6 +43,7 @@ from tyro.conf import arg
 from pith_apps.arguments import RunArguments
 from pith_apps.checks import fit_violations, step_violations
 from pith_apps.config import RunConfig
+from pith_apps.data import local_range
 from pith_apps.plan import Machine
 from pith_apps.trainer import Trainer, build_trainer, step_gradients
 
@@ -130,7 +131,9 @@ def parity_plan(
     if twice := [name for name in given if name.startswith(tuple(replaced))]:
         raise ValueError(f"{', '.join(twice)}: set by --meshes, --dtype or --with")
     unread = ("--lr.", "--start.", "--evaluation.", "--checkpoint.", "--log.", "--data.")
-    unread += ("--train.steps", "--train.max")
+    unread += ("--train.steps", "--train.max", "--runs-folder", "--balance.bias-rate")
+    if "muon" not in (*variations, arguments.config.optim.method):
+        unread += ("--optim.",)
     if unused := [name for name in given if name.startswith(unread)]:
         raise ValueError(f"{', '.join(unused)}: parity runs one step and reads none of these")
     if arguments.meshes and arguments.grid == "full":
@@ -342,8 +345,8 @@ def compare_mesh(
     trainer = _build_uneven(config, mesh, batch.tokens.device)
     weights = _shards(trainer.parameters)
     weights_equal = all(_difference(b, reference.weights, 1.0) == 0 for b in weights)
-    share, size = config.train.batch // mesh.config.num_batch_ranks, config.train.micro_batch
-    firsts = range(mesh.batch_rank * share, (mesh.batch_rank + 1) * share, size)
+    size = config.train.micro_batch
+    firsts = local_range(mesh, config.train)[::size]
     batches = [shard_batch(cut_sequences(batch, first, size), mesh.cp) for first in firsts]
     losses, norm = step_gradients(trainer, batches)
     ours = {"loss": losses.loss, "balance": losses.balance, "norm": norm.item()}

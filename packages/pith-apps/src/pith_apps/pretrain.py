@@ -38,8 +38,7 @@ from pith_engine.lr import learning_rate
 from pith_engine.optim import AdamW, Muon, describe_groups
 from pith_engine.pipeline import StepLosses
 from pith_engine.runtime import all_reduce, gather_objects
-from pith_models.build import canonical_tensors, skipped_layer
-from pith_models.hf import HuggingFaceTensors
+from pith_models.build import open_hf
 
 from pith_apps.checks import changed_fields
 from pith_apps.config import RunConfig, config_record
@@ -98,8 +97,7 @@ def _start(trainer: Trainer) -> str:
     if not (source / "config.json").is_file():
         manifest = load_checkpoint(source, parameters, None, trainer.mesh)
         return f"step 1 starts from the weights of {source}, saved after step {manifest.step}"
-    layout, dtype = canonical_tensors(config.model), parameters[0].shard.dtype
-    tensors = HuggingFaceTensors(source, layout, dtype, skipped_layer(config.model))
+    tensors = open_hf(source, config.model, parameters[0].shard.dtype)
     for parameter in parameters:
         for block in canonical_blocks(parameter, parameter.shard):
             block.tensor.copy_(tensors.block(block.name, block.offsets, block.tensor.shape))

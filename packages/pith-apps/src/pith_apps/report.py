@@ -16,8 +16,6 @@ def plot_losses(folder: Path, *, unigram_entropy: float) -> Path:
     from matplotlib.figure import Figure
 
     records = read_metrics(folder)
-    if not records:
-        raise ValueError(f"{folder}: metrics.jsonl holds no record yet")
     training, held_out = (
         numpy.array([(r["step"], r[name]) for r in records if name in r])
         for name in ("loss", "held_out_loss")

@@ -70,7 +70,7 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     """`size` in bytes and `sha256` of the other files by name."""
     run: dict[str, Any]
-    """JSON: configuration, data position, tokens seen."""
+    """JSON: configuration, corpus, tokens seen, updates, expert counts."""
     versions: dict[str, str]
     """Of Python and torch."""
 

@@ -86,7 +86,7 @@ def context_attention(
     """
     query, key, value = (x.unflatten(0, (-1, batch.sequence_length)) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    call = _Call(batch, cp, window, scale=scale, backend=backend)
+    call = _Call(batch, cp, window, scale, backend)
     if cp.size == 1:
         _, _, visibility = call.meeting(0)
         out, _ = attention(query, key, value, sinks=sinks, visibility=visibility, **call.settings)
@@ -122,15 +122,18 @@ def latent_attention(
     `query [T, Hq, Dn + Dr]`, the others of `expand_latent` with T for B, K -> `[T, Hq, Dv]`.
     """
     tensors = [x.unflatten(0, (-1, batch.sequence_length)) for x in (query, latent, rotary_key)]
-    call = _Call(batch, cp, None, scale=scale, backend=backend)
+    call = _Call(batch, cp, None, scale, backend)
     return _Ring.apply(*tensors, kv_b, None, call).flatten(0, 1)
 
 
 class _Call:
     """One attention; spans, length and offsets are those of unsharded sequences."""
 
-    def __init__(self, batch: Batch, cp: Axis, window: int | None, **settings: Any):
-        self.cp, self.window, self.settings = cp, window or None, settings
+    def __init__(
+        self, batch: Batch, cp: Axis, window: int | None, scale: float, backend: AttentionBackend
+    ):
+        self.cp, self.window = cp, window or None
+        self.settings: dict[str, Any] = {"scale": scale, "backend": backend}
         self.length = batch.sequence_length * cp.size
         self.block = batch.sequence_length // 2
         self.offsets = batch.documents  # and of sequences

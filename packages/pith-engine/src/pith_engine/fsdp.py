@@ -10,9 +10,9 @@ A unit (embedding, head with the final norm, a layer's dense part, a layer's exp
     gather()    full <- all ranks' shards, full_grads <- 0
     reduce()    grads <- sum over ranks of full_grads, then over replicas (HSDP)
 
-each in one collective. All but `full` are in master dtype (`accumulation_dtype`). A block is what
-`torch.chunk` gives along dim 0 (6 rows on 4 ranks are 2, 2, 2, 0), or along the last dim when dim 0
-has fewer rows than ranks.
+in one collective: a gather one a dtype, a reduce two with replicas. All but `full` are in master
+dtype (`accumulation_dtype`). A block is what `torch.chunk` gives along dim 0 (6 rows on 4 ranks are
+2, 2, 2, 0), or along the last dim when dim 0 has fewer rows than ranks.
 
 torch's `fully_shard` is driven by private members, cannot sum on gloo, and loses late weight
 gradients. The trap: `parameter.grad` must stay a view of `full_grads` (no `zero_grad`).

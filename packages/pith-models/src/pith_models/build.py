@@ -5,8 +5,10 @@ To add a family: write its file, add its configuration to `ModelConfig` and an a
 
 from collections.abc import Mapping
 from math import prod
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+import torch
 from pith_engine.contract import ModelChunk
 from pith_engine.mesh import Mesh, expert_violations
 from pith_engine.partition import partition_violations
@@ -17,7 +19,7 @@ from torch import nn
 from pith_models.chunk import DecoderChunk
 from pith_models.deepseek import DeepseekConfig, DeepseekLayer, deepseek_keys
 from pith_models.gpt_oss import GPT_OSS_KEYS, GptOssConfig, GptOssLayer
-from pith_models.hf import CanonicalTensor, FusedKey, layer_tensors
+from pith_models.hf import CanonicalTensor, FusedKey, HuggingFaceTensors, layer_tensors
 from pith_models.qwen3_dense import Qwen3Config
 from pith_models.qwen3_moe import QWEN3_MOE_KEYS, Qwen3MoeConfig, Qwen3MoeLayer
 
@@ -98,6 +100,11 @@ def skipped_layer(config: ModelConfig) -> int | None:
     """The layer after the last in V3's files: multi-token prediction, which is not implemented."""
     is_v3 = isinstance(config, DeepseekConfig) and config.is_v3
     return config.num_hidden_layers if is_v3 else None
+
+
+def open_hf(folder: Path, config: ModelConfig, dtype: torch.dtype) -> HuggingFaceTensors:
+    """A folder's tensors as `dtype`; ValueError where it does not hold this model."""
+    return HuggingFaceTensors(folder, canonical_tensors(config), dtype, skipped_layer(config))
 
 
 def head_dims(config: ModelConfig) -> tuple[int, int]:

@@ -78,7 +78,8 @@ class GptOssConfig(GroupedQueryConfig):
 
     def window(self, layer: int) -> int | None:
         """Keys that a query of the layer sees, if it slides."""
-        slides = self.layer_types[layer] == _SLIDING if self.layer_types else layer % 2 == 0
+        kinds = self.layer_types
+        slides = kinds[layer : layer + 1] == (_SLIDING,) if kinds else layer % 2 == 0
         return self.sliding_window if slides else None
 
     @staticmethod

@@ -246,11 +246,11 @@ def export_tensors(
         fields = {**config_fields, "torch_dtype": _dtype_name(dtype)}
         _write_json(temporary / "config.json", fields)
         _write_values(tensors, layout, _create_files(layout, temporary, dtype, max_file_bytes))
-        lock.unlink()
         if replace and out.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             out.rename(replaced)
         temporary.rename(out)
+        (out / lock.name).unlink()
         shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Single-device operators: a PyTorch reference each and, where it pays, a kernel or library.
+"""Single-device operators: a PyTorch reference each and, where it pays, a library's kernel.
 
 torch 2.11 is asked for here, before an import fails without saying why.
 """

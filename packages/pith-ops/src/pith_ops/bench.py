@@ -32,7 +32,6 @@ from pith_ops.cross_entropy import linear_cross_entropy
 from pith_ops.device import accumulation_dtype
 from pith_ops.dispatch import count_dispatch, plan_dispatch, plan_experts, weighted_partial_sums
 from pith_ops.grouped_linear import Groups, grouped_linear, grouped_linear_reference
-from pith_ops.linear import linear
 from pith_ops.rms_norm import rms_norm
 from pith_ops.rope import apply_rope, rope_frequencies, rope_table
 from pith_ops.routing import score_topk
@@ -54,7 +53,6 @@ class Operator(StrEnum):
     ROPE = auto()
     RMS_NORM = auto()
     SWIGLU = auto()
-    LINEAR = auto()
     GROUPED_LINEAR = auto()
     ROUTING = auto()
     DISPATCH = auto()
@@ -194,9 +192,6 @@ def _bench_operator(operator: Operator, device: torch.device, dtype: torch.dtype
         case Operator.SWIGLU:
             operands, names = [draw(tokens * top_k, 2 * width)], ("pith_ops", "torch autograd")
             return measure(operator, operands, (1.5, 4), names, swiglu, swiglu_reference)
-        case Operator.LINEAR:
-            weight = draw(heads * head_dim, hidden, std=hidden**-0.5)
-            return measure_product("torch linear", x, weight, linear, functional.linear)
         case Operator.GROUPED_LINEAR:
             rows, num_groups = draw(tokens * top_k, hidden), experts // 8
             weight = draw(num_groups, 2 * width, hidden, std=hidden**-0.5)

@@ -31,8 +31,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of the token losses, a scalar in the accumulation dtype.
 
-    `hidden [T, H]`, `weight [V, H]` of one dtype, `targets [T]` int64 in 0..V-1 or `ignore_index`;
-    else a ValueError.
+    `hidden [T, H]`, `weight [V, H]` of one dtype, `targets [T]`, else a ValueError; targets are
+    int64 in 0..V-1 or `ignore_index`.
     """
     fit = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
     if not fit or targets.shape != hidden.shape[:1] or hidden.dtype != weight.dtype:

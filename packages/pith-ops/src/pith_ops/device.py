@@ -50,6 +50,7 @@ def peak_flops(device: torch.device) -> float | None:
         ("H100 PCIe", 756e12),
         ("H100 NVL", 835e12),
         ("H100", 989e12),
+        ("H200 NVL", 835e12),
         ("H200", 989e12),  # GH200 too
         ("GB200", 2500e12),
         ("B200", 2250e12),
