@@ -179,7 +179,7 @@ def test_the_tokenizer_must_be_the_corpus_one(run, corpora, tmp_path):
         found = violations(replace(run, data=data), machine())
         assert found[0].startswith(expected)
         assert [text.split()[0] for text in found[1:]] == ["data.training", "data.held_out"]
-        assert all("give a folder that `pith tokenize` wrote" in text for text in found[1:])
+        assert all("no meta.json of `pith tokenize`" in text for text in found[1:])
 
 
 def test_run_folders_that_cannot_be_written(run, tmp_path):

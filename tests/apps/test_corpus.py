@@ -164,17 +164,18 @@ def test_bad_inputs_are_named_together_and_leave_nothing(tmp_path: Path, tokeniz
         (["bad.jsonl"], r"bad.jsonl:2 has no text in field 'text'; it has \['content'\]"),
         (["broken.jsonl"], "broken.jsonl:2 is not JSON"),
         ([], "no input file"),
+        (["empty.txt", "empty.txt"], "empty.txt: given 2 times"),
     ]:
         for output in (out, tmp_path / "new" / "deep" / "out"):
             with pytest.raises(ValueError, match=match):
                 tokenize_files([tmp_path / name for name in names], tokenizer, output)
-    with pytest.raises(ValueError, match="num_workers is 0"):
+    with pytest.raises(ValueError, match="workers is 0"):
         tokenize_files([tmp_path / "bad.jsonl"], tokenizer, out, num_workers=0)
     with pytest.raises(ValueError, match="exists"):
         tokenize_files([tmp_path / "bad.jsonl"], tokenizer, tokenizer)
     with pytest.raises(ValueError, match="cannot tokenize") as error:
         tokenize_files([tmp_path / "gone.py"], tmp_path, tokenizer, num_workers=0)
-    for part in ("gone.py: no such", "tokenizer.json", "num_workers is 0", f"{tokenizer} exists"):
+    for part in ("gone.py: no such", "tokenizer.json", "workers is 0", f"{tokenizer} exists"):
         assert part in str(error.value)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -222,11 +223,11 @@ def test_damaged_corpora_are_refused(tmp_path: Path, tokenizer: Path) -> None:
         ({"documents": None}, "missing"),
         ({"documents": good["documents.npy"][:-8]}, "truncated"),
         ({"meta": None}, "no meta.json"),
-        ({"meta": b"[1, 2]"}, "not one of ours"),
-        ({"meta": b"{"}, "not one of ours"),
-        ({"meta": b"null"}, "not one of ours"),
+        ({"meta": b"[1, 2]"}, "no meta.json of `pith tokenize`: "),
+        ({"meta": b"{"}, "no meta.json of `pith tokenize`: "),
+        ({"meta": b"null"}, "no meta.json of `pith tokenize`: "),
         *(
-            ({"meta": json.dumps({**meta, name: value}).encode()}, f"not one of ours: {name} is")
+            ({"meta": json.dumps({**meta, name: value}).encode()}, f"tokenize`: {name} is")
             for name, value in {
                 "max_id": None,
                 "num_tokens": str(len(tokens)),

@@ -138,11 +138,14 @@ def test_a_killed_run_resumes_and_ends_alike(folder, monkeypatch, capsys):
         time.sleep(0.02)
     monkeypatch.chdir(folder)
     before = sorted(Path("runs", "killed").rglob("*"))
-    source = ["--source", "nowhere"]
-    for command in (["pretrain", *SIX], ["pretrain", *FOUR_RANKS], ["convert", "import", *SIX]):
-        given = source if "import" in command else []
-        assert main([*command, *given, "--name", "killed"]) == 2
-        assert "runs/killed is in use by another process" in capsys.readouterr().err
+    source = ["--source", "runs/whole/export"]
+    for command, refusal in (
+        (["pretrain", *SIX], "runs/killed is in use by another process"),
+        (["pretrain", *FOUR_RANKS], "runs/killed is in use by another process"),
+        (["convert", "import", *SIX, *source], "step-00000004 would be resumed instead"),
+    ):
+        assert main([*command, "--name", "killed"]) == 2
+        assert refusal in capsys.readouterr().err
     assert sorted(Path("runs", "killed").rglob("*")) == before
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -230,13 +233,13 @@ def test_evaluate_repeats_the_last_held_out_loss(folder):
         if record.get("step") == 6 and "held_out_loss" in record
     )
     assert f"held-out loss {recorded:.6f} after step 6" in output
-    assert "warning: not the data options" not in output
+    assert "warning: other data than" not in output
     standard = folder / "runs" / "standard-library"
     data = ["--data.no-standard-library", "--data.tokenizer", str(standard / "tokenizer")]
     for name in ("training", "held-out"):
         data += [f"--data.{name}", str(standard / "training")]
     output = pith(folder, "evaluate", *SIX, "--name", "whole", *data)
-    warning = f"warning: not the data options of the run: data.held_out: None -> {standard}"
+    warning = f"warning: other data than the run's: data.held_out: None -> {standard}"
     assert 0 <= output.find(warning) < output.find("\nheld-out loss")
 
 
@@ -381,7 +384,7 @@ def test_what_a_run_cannot_start_from(folder, monkeypatch, capsys, options, name
     monkeypatch.chdir(folder)
     assert main(["pretrain", *TINY, "--name", "new", "--start.from", *options]) == 2
     error = capsys.readouterr().err
-    assert "start.from is 'runs/whole" in error and named in error
+    assert f"start.from is '{options[0]}'" in error and named in error
     assert not (folder / "runs" / "new").exists()
 
 

@@ -1,5 +1,6 @@
 """Balancing over meshes: gradients, frequencies of the step before, the bias, resumed runs."""
 
+import math
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -231,6 +232,12 @@ def test_steps_are_those_of_one_process(gloo_pool, label, config):
         assert counts == one.pipeline.saved_counts()
         # Targets; losses with loads; the frequencies of all layers here: one all-reduce each.
         assert len(sizes) == 3
+    shares = [torch.tensor(c).double() / sum(c) for c in counts.values()]
+    evenness = [torch.special.entr(share).sum().item() / math.log(len(share)) for share in shares]
+    assert expected[-1].load_entropy == pytest.approx(sum(evenness) / len(evenness), rel=1e-12)
+    largest = max(share.max().item() * len(share) for share in shares)
+    assert expected[-1].max_load == pytest.approx(largest, rel=1e-12)
+    assert expected[-1].dead_experts == sum(c.count(0) for c in counts.values())
     assert sorted(counts) == ["0", "2", "3"]
     assert all(sum(c) == sum(counts["0"]) > 0 for c in counts.values())
     for layer in biased:

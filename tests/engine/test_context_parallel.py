@@ -10,7 +10,7 @@ from pith_engine.context_parallel import context_attention, latent_attention, sh
 from pith_engine.contract import Batch
 from pith_engine.mesh import Mesh, MeshConfig
 from pith_engine.runtime import connect_mesh, exchange
-from pith_ops.attention import AttentionBackend
+from pith_ops.attention import AttentionBackend, merge_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 REFERENCE, FLASH = AttentionBackend.REFERENCE, AttentionBackend.FLASH
@@ -242,6 +242,39 @@ def test_windows_fetch_only_the_keys_before_a_block(gloo_pool):
     # Blocks 0 .. 7 on ranks 0 1 2 3 3 2 1 0: only 3 to 4 stays at home, nobody follows 7.
     assert forward == ([piece], [piece] * 2, [piece] * 2, [piece])
     assert backward == ([piece], [piece] * 2, [piece] * 2, [piece])
+
+
+def summed_dtypes():
+    """On a rank of cp4 in bf16: what the ring merges into, and what halos' gradients travel in."""
+    cp = Mesh.create(MeshConfig(cp=4), TIMEOUT).cp
+    batch = shard_batch(whole_batch(), cp)
+    merged, sent = [], []
+
+    def merge(out, lse, part, part_lse):
+        merged.append(out.dtype)
+        return merge_attention(out, lse, part, part_lse)
+
+    def recorded(sends, receives, axis):
+        sent.extend(x.dtype for x, _ in sends)
+        return exchange(sends, receives, axis)
+
+    inputs = [draw(batch.tokens.numel(), 2, 8, seed=i).bfloat16() for i in range(3)]
+    inputs = [x.requires_grad_() for x in inputs]
+    module = "pith_engine.context_parallel"
+    with patch(f"{module}.merge_attention", merge), patch(f"{module}.exchange", recorded):
+        context_attention(*inputs, batch, cp, backend=FLASH)
+        out = context_attention(*inputs, batch, cp, window=4, backend=FLASH)
+        sent.clear()
+        out.backward(torch.ones_like(out))
+    return merged, sent
+
+
+@pytest.mark.core
+def test_sums_over_ranks_are_rounded_once(gloo_pool):
+    """No tolerance of bf16 would tell."""
+    for merged, sent in gloo_pool.run(summed_dtypes):
+        assert merged == [torch.float32] * 3
+        assert sent and set(sent) == {torch.float32}
 
 
 def repeated(backend):

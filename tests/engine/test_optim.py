@@ -3,6 +3,7 @@ from datetime import timedelta
 import pytest
 import torch
 from engine_chunks import declared_units
+from pith_engine.contract import Role
 from pith_engine.gradients import clip_gradients, global_norm
 from pith_engine.init import initialise
 from pith_engine.mesh import Mesh, MeshConfig
@@ -27,6 +28,13 @@ def test_weight_decay_touches_matrices_only(dtype):
             torch.testing.assert_close(p.shard, before[p.name] * 0.95, rtol=1e-6, atol=0)
         else:
             assert torch.equal(p.shard, before[p.name]), p.name
+
+
+def test_every_role_is_decayed_or_not():
+    """Norms, biases, sinks and the bias that only selects are not."""
+    assert {role for role in Role if role.is_decayed} == {
+        *(Role.MATRIX, Role.EXPERT_MATRIX, Role.EMBEDDING, Role.HEAD, Role.ROUTER, Role.CONV)
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

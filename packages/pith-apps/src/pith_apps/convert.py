@@ -65,7 +65,7 @@ def export_checkpoint(
     """
     manifest, digest = verify_checkpoint(checkpoint, Mesh.single()), tokenizer_hash(companions)
     if manifest.run.get("tokenizer", digest) != digest:
-        raise ValueError(f"tokenizer {companions} is not the one of the run: name that")
+        raise ValueError(f"tokenizer {companions} is not the run's: set --data.tokenizer")
     raise_if_too_large(companions, config.vocab_size)
     layout, total = canonical_tensors(config), parameter_counts(config).total
     with _progress("export", total) as bar:
@@ -102,8 +102,10 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
     raise_violations(hf_model_changes(source, config), "the recipe describes another model")
     if existing := find_checkpoint(checkpoints):
         raise ValueError(f"{existing} would be resumed instead: choose another --name or remove it")
+    facts = {"imported_from": str(source), "config": {"model": model_record(config)}}
     if (source / "tokenizer.json").exists():
         raise_if_too_large(source, config.vocab_size)
+        facts["tokenizer"] = tokenizer_hash(source)
     else:
         print(f"{source} has no tokenizer.json: its size is not checked")
     layout = canonical_tensors(config)
@@ -129,7 +131,6 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
             bar.update(tensor.numel())
             return tensor
 
-        facts = {"imported_from": str(source), "config": {"model": model_record(config)}}
         path = write_checkpoint(checkpoints, 0, blocks, facts, Mesh.single(), read)
     print(f"imported {source} to {path}: {len(layout)} tensors, {total * 4 / 1e6:,.1f} MB")
     return path

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import sysconfig
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -90,12 +90,8 @@ class Corpus:
                 f"{k} is {v}, below 0" for k, v in fields.items() if type(v) is int and v < 0
             ]:
                 raise ValueError("; ".join(faults))
-        except (FileNotFoundError, NotADirectoryError):
-            raise ValueError(
-                f"corpus {folder}: no meta.json; give a folder that `pith tokenize` wrote"
-            ) from None
-        except ValueError as error:
-            raise ValueError(f"corpus {folder}: meta.json is not one of ours: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"corpus {folder}: no meta.json of `pith tokenize`: {error}") from None
         meta = CorpusMeta(**fields)
         if meta.max_id >= vocab_size:
             raise ValueError(
@@ -356,6 +352,8 @@ def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
             print(f"{path}: skipped {len(below) - len(found)} file(s) of {', '.join(others)}")
         files += found
     faults += [f"{path}: not readable" for path in files if not os.access(path, os.R_OK)]
+    counts = Counter(path.resolve() for path in files)
+    faults += [f"{path}: given {n} times" for path, n in counts.items() if n > 1]
     return files, faults
 
 

@@ -44,7 +44,7 @@ class TrainingData:
         vocab_size: int,
         device: torch.device,
     ):
-        """`tokens` `[N]`, not `too_few_samples`."""
+        """`tokens` `[N]`."""
         self.tokens, self.vocab_size, self.train = tokens, vocab_size, train
         self.device, self.cp = device, mesh.cp
         self.num_samples = num_samples(len(tokens), train.sequence_length)

@@ -13,16 +13,17 @@ from pith_apps.corpus import Corpus
 from pith_apps.data import held_out_batches
 from pith_apps.trainer import Trainer, joined_trainer
 
+_DATA = "data.", "evaluation.sequences", "train.sequence_length"
+
 
 def evaluate(config: RunConfig) -> int:
-    """Print the loss of the `required_checkpoint`; every rank calls it."""
+    """Print the loss of rank 0's `required_checkpoint`; every rank calls it."""
     with joined_trainer(config) as trainer:
-        # A run that saves meanwhile shows ranks different ones.
         newest = gather_objects(required_checkpoint(config), trainer.mesh.world)[0]
         manifest = load_checkpoint(newest, trainer.parameters, None, trainer.mesh)
         is_first = trainer.mesh.rank == 0
-        if is_first and (changes := fixed_changes(config, manifest.run, ("data.",))):
-            print(f"warning: not the data options of the run: {'; '.join(changes)}", flush=True)
+        if is_first and (changes := fixed_changes(config, manifest.run, _DATA)):
+            print(f"warning: other data than the run's: {'; '.join(changes)}", flush=True)
         loss, num_targets = held_out_loss(trainer)
         if is_first:
             print(

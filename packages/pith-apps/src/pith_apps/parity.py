@@ -229,7 +229,8 @@ def parity_worker(
         columns = " ".join(f"{name:>8}" for name in FP32_LIMITS)
         print(
             f"parity of {alone.name} in {train.dtype}{variations_on}: one step of {train.batch} "
-            f"sequences of {train.sequence_length}, {int(batch.counted.sum())} targets"
+            f"sequences of {train.sequence_length}, {int(batch.counted.sum())} targets, "
+            f"balance {alone.balance.method}"
         )
         if not alone.model.num_experts:
             print("the model has no experts: nothing is balanced, and in a grid dp replaces ep")
