@@ -349,6 +349,9 @@ def test_a_run_does_not_start_from_another_tokenizer_or_half_a_model(folder, mon
     run = ["pretrain", *TINY, *options, "--name", "other", "--start.from", "theirs"]
     assert main(run) == 2
     assert "its tokenizer is not that of data.tokenizer" in capsys.readouterr().err
+    assert main(["convert", "import", *TINY, "--source", "theirs", "--name", "theirs"]) == 0
+    assert main(["pretrain", *TINY, *options, "--name", "theirs"]) == 2
+    assert "the tokenizer of words is not the checkpoint's" in capsys.readouterr().err
     other.unlink()
     index = Path("theirs/model.safetensors")
     index.write_bytes(index.read_bytes()[:-8])

@@ -248,6 +248,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             {"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8.0}},
             "rope_scaling and rope_parameters contradict each other",
         ),
+        (
+            {"rope_scaling": {"type": "default"}, "rope_parameters": YARN},
+            "rope_scaling and rope_parameters contradict each other",
+        ),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling and rope_parameters contradict each other",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling.rope_type"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type = ['llama3']"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling: ['factor'] have no meaning"),

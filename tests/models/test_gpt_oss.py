@@ -355,6 +355,7 @@ def test_released_config_reads_and_survives_export():
     ("changes", "message"),
     [
         ({"rope_scaling": None}, "rope_scaling: missing"),
+        ({"rope_scaling": {}}, "rope_scaling: missing"),
         ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn': must be an object or null"),
         ({"initial_context_length": 8192}, "initial_context_length = 8192: only 4096"),
         ({"experts_per_token": 2}, "num_experts_per_tok, experts_per_token: one value needed"),

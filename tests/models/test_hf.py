@@ -12,6 +12,7 @@ import torch
 from pith_models.build import canonical_tensors, model_config_from_hf
 from pith_models.hf import (
     INDEX_FILE,
+    SINGLE_FILE,
     CanonicalTensor,
     HuggingFaceTensors,
     export_tensors,
@@ -168,6 +169,16 @@ def test_every_faulty_key_is_listed(source: Path):
         "model.layers.1.mlp.down_proj.weight [80, 64] F32, expected [64, 80]",
     ):
         assert part in str(error.value)
+
+
+def test_a_single_file_beside_an_index_is_refused(source: Path):
+    """transformers reads the single file: what a re-save has left may be either."""
+    save_file({"lm_head.weight": torch.zeros(97, 64)}, source / SINGLE_FILE)
+    with pytest.raises(ValueError, match=r"both hold lm_head\.weight"):
+        read(source)
+    save_file({"else": torch.zeros(1)}, source / SINGLE_FILE)
+    with pytest.raises(ValueError, match="the files disagree about else"):
+        read(source)
 
 
 def test_index_at_odds_with_its_files_is_refused(source: Path):

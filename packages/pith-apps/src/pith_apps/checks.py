@@ -105,9 +105,11 @@ def check_resume(config: RunConfig) -> None:
             f"train.steps is {config.train.steps}: nothing is left to train, the run has {step} "
             "steps; set more"
         )
-    folder, saved, vocab_size = config.folders.training, run.get("corpus"), config.model.vocab_size
-    if saved and folder.exists() and Corpus.open(folder, vocab_size).meta.sha256 != saved:
-        found.append(f"the corpus in {folder} is another one than was trained on")
+    if (folder := config.folders.training).exists():
+        meta = Corpus.open(folder, config.model.vocab_size).meta
+        for what, now in ("corpus", meta.sha256), ("tokenizer", meta.tokenizer_sha256):
+            if run.get(what, now) != now:
+                found.append(f"the {what} of {folder} is not the checkpoint's")
     raise_violations(
         found, f"run {config.name!r} cannot resume {path}; go back to its values or set --name"
     )
@@ -327,7 +329,7 @@ def _data_violations(config: RunConfig) -> list[str]:
     corpora = {"data.training": folders.training, "data.held_out": folders.held_out}
     if data.standard_library:
         corpora = {path: folder for path, folder in corpora.items() if folder.exists()}
-        if not corpora:  # else they say it
+        if not corpora:
             sizes["the standard library"] = STANDARD_LIBRARY_VOCABULARY
     tokenizer = None
     try:

@@ -106,8 +106,6 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
     if (source / "tokenizer.json").exists():
         raise_if_too_large(source, config.vocab_size)
         facts["tokenizer"] = tokenizer_hash(source)
-    else:
-        print(f"{source} has no tokenizer.json: its size is not checked")
     layout = canonical_tensors(config)
     tensors = open_hf(source, config, torch.float32)
     print(f"importing {source}: {tensors.account}")

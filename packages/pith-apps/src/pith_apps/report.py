@@ -10,7 +10,7 @@ import numpy
 from pith_apps.run_log import read_metrics
 
 
-def plot_losses(folder: Path, *, unigram_entropy: float) -> Path:
+def plot_losses(folder: Path, *, unigram_entropy: float) -> None:
     """Draw it in a run folder; `unigram_entropy`, of held-out tokens, in nats."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -40,6 +40,4 @@ def plot_losses(folder: Path, *, unigram_entropy: float) -> Path:
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=folder.resolve().name)
     axes.grid(alpha=0.3)
     axes.legend()
-    path = folder / "loss.png"
-    figure.savefig(path)
-    return path
+    figure.savefig(folder / "loss.png")

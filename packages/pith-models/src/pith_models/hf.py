@@ -292,12 +292,14 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
     index = _read_json(index_path).get("weight_map") if has_index else {}
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise ValueError(f"{index_path} has no weight_map from keys to file names")
-    names = sorted(set(index.values())) if has_index else [SINGLE_FILE]
+    names = {*index.values()} if has_index else {SINGLE_FILE}
+    if (folder / SINGLE_FILE).is_file():
+        names.add(SINGLE_FILE)  # which transformers reads first
     if absent := [name for name in names if not (folder / name).is_file()]:
         by_index = ", named by its index" if has_index else ""
         raise ValueError(f"{folder} lacks {_first(absent)}{by_index}")
     headers: dict[str, _Header] = {}
-    for name in names:
+    for name in sorted(names):
         path = folder / name
         try:
             with safe_open(path, framework="pt") as file:

@@ -156,7 +156,7 @@ def config_from_hf(
         if any(value != found[0] for value in found) or not (found or name in defaults):
             problem = f"one value needed, found {found}" if len(names) > 1 else "missing"
             faults.append(f"{', '.join(names)}: {problem}")
-    faults += [f"{name}: missing" for name in needed if given.get(name) is None]
+    faults += [f"{name}: missing" for name in needed if not given.get(name)]
     faults += [
         f"{key} = {value!r}: unknown field, and it may change what the model computes"
         for key, value in given.items()
@@ -185,7 +185,7 @@ def _rope(given: Mapping[str, Any], faults: list[str]) -> tuple[float, Yarn | No
         nested = _object(given, key, faults)
         thetas.append(nested.pop("rope_theta", None))
         kinds = {str(nested.pop(name)) for name in ("rope_type", "type") if name in nested}
-        if nested or kinds - {"default"}:
+        if nested or kinds:
             scalings.append(_scaling(key, kinds, nested, faults))
     found = [theta for theta in thetas if theta is not None]
     if not found or any(theta != found[0] for theta in found):
@@ -201,7 +201,8 @@ def _scaling(key: str, kinds: set[str], given: dict[str, Any], faults: list[str]
     unknown = sorted(given.keys() - {field.name for field in fields(Yarn)})
     missing = sorted({"factor", "original_max_position_embeddings"} - given.keys())
     if kinds <= {"default"}:
-        faults.append(f"{key}: {sorted(given)} have no meaning with rope_type 'default'")
+        if given:
+            faults.append(f"{key}: {sorted(given)} have no meaning with rope_type 'default'")
     elif kinds != {"yarn"}:
         allowed = "only 'default' and 'yarn' are implemented"
         faults.append(f"{key}.rope_type = {sorted(kinds)}: {allowed}")
