@@ -38,7 +38,7 @@ def main(names: list[str]) -> int:
             print("\n".join(f"{number} {text[number - 1]}" for number in lines))
         if found and not name.endswith((".py", ".")):
             head = files[found[0][0]].splitlines()[found[0][1].start - 1].strip()
-            show_uses(use_pattern(name.rpartition(":")[2], head), files, trees, printed)
+            show_uses(name.rpartition(":")[2], head, files, trees, printed)
     unknown = [name for name, found in places.items() if not found]
     if unknown:
         print(f"no such name: {', '.join(unknown)}")
@@ -96,12 +96,14 @@ def use_pattern(name: str, head: str) -> re.Pattern[str]:
 
 
 def show_uses(
-    pattern: re.Pattern[str],
+    name: str,
+    head: str,
     files: dict[Path, str],
     trees: dict[Path, ast.Module],
     printed: set[tuple[Path, int]],
 ) -> None:
     """Print lines that use a name and are not printed; no definitions, imports, strings."""
+    pattern = use_pattern(name, head)
     skipped = re.compile(r"^\s*(def|class|from|import) |^\s*\w+,?$")
     uses = []
     for path, text in files.items():
@@ -116,6 +118,9 @@ def show_uses(
             for number, line in found
             if number not in strings and (path, number) not in printed
         ]
+    # Another class may have a member of that name: `mesh.data` before `config.data`.
+    owner, _, word = name.lower().rpartition(".")
+    uses.sort(key=lambda line: f"{owner}.{word}" not in line)
     for line in uses[:MAX_USES]:
         print(line)
     if len(uses) > MAX_USES:

@@ -304,7 +304,7 @@ def test_a_number_out_of_range_hides_nothing_else(run):
     for name in ("micro_batch", "batch", "sequence_length"):
         worse = replace(bad, train=replace(bad.train, **{name: -2}), data=run.data)
         found = "\n".join(violations(worse, machine()))
-        assert f"set --train.{name.replace('_', '-')} 1" in found
+        assert f"set --train.{name.replace('_', '-')} 1\n" in f"{found}\n"
         assert "cudnn" in found
 
 

@@ -219,7 +219,7 @@ def test_damaged_source_leaves_nothing(source: Path, tmp_path: Path):
     assert not (tmp_path / "imported").exists()
 
 
-def test_a_value_that_is_not_finite_leaves_nothing(source: Path, tmp_path: Path):
+def test_a_value_that_is_not_finite_leaves_no_checkpoint(source: Path, tmp_path: Path):
     """It is met in the middle of writing: no traceback of the writer, no half checkpoint."""
     path = sorted(source.glob("*.safetensors"))[-1]
     tensors = load_file(path)

@@ -247,7 +247,7 @@ def test_another_family_is_one_readable_line(tmp_path: Path):
     with pytest.raises(ValueError, match="another model") as error:
         import_checkpoint(source, tmp_path / "imported", config)
     lines = str(error.value).splitlines()[1:]
-    assert lines == ["  - model.model_type: qwen3_moe -> qwen3"]
+    assert lines == ["  - model.model_type: qwen3_moe -> qwen3 (folder -> recipe)"]
     theirs = model_config_from_hf(read_hf_config(source))
     before = config_record(replace(tiny_form(qwen3_30b_a3b()), model=theirs))
     changes = changed_fields(before, config_record(tiny_form(qwen3_8b())))

@@ -139,13 +139,10 @@ def test_a_killed_run_resumes_and_ends_alike(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     before = sorted(Path("runs", "killed").rglob("*"))
     source = ["--source", "runs/whole/export"]
-    for command, refusal in (
-        (["pretrain", *SIX], "runs/killed is in use by another process"),
-        (["pretrain", *FOUR_RANKS], "runs/killed is in use by another process"),
-        (["convert", "import", *SIX, *source], "step-00000004 would be resumed instead"),
-    ):
+    importing = ["convert", "import", *SIX, *source]
+    for command in (["pretrain", *SIX], ["pretrain", *FOUR_RANKS], importing):
         assert main([*command, "--name", "killed"]) == 2
-        assert refusal in capsys.readouterr().err
+        assert "runs/killed is in use by another process" in capsys.readouterr().err
     assert sorted(Path("runs", "killed").rglob("*")) == before
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -92,8 +92,10 @@ def test_revisions_stand_before_options(compare_revisions, monkeypatch, tmp_path
     assert "allowed 1e-05" in capsys.readouterr().out
     expected = ["--train.steps", "4", "--train.dtype=fp64", "--train.device", "cpu"]
     assert seen == [expected, expected]
-    with pytest.raises(SystemExit):
-        compare_revisions.main(options)
+    for words in (options, ["--tolerance", "1e-5", "HEAD"]):
+        with pytest.raises(SystemExit):
+            compare_revisions.main(words)
+        assert "give the revisions first" in capsys.readouterr().err
 
 
 def test_a_run_of_another_name_is_found_and_none_is_a_failure(compare_revisions, tmp_path):

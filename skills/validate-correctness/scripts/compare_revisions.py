@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Revisions stand first: the 4 of `--train.steps 4` is none, which argparse cannot know.
     end = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
+    if not end and not {"-h", "--help"} & {*words}:
+        parser.error("give the revisions first, then options")
     found, overrides = own.parse_known_args(words[end:])
     options = parser.parse_args(words[:end] or words, found)
     given = {option.split("=")[0] for option in overrides}

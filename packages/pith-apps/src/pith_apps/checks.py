@@ -227,7 +227,7 @@ def _range_violations(config: RunConfig) -> list[str]:
     }
     found = []
     for path, (value, low) in least.items():
-        high = 2**63 if path == "train.seed" else 10**8  # step-99999999
+        high = 10**8 if path == "train.steps" else 2**63  # step-99999999
         if value is not None and not low <= value < high:
             found.append(_refusal(path, value, f"whole numbers from {low}, below {high}", low))
     if not 0 < config.timeout <= 1e9:

@@ -2,7 +2,7 @@
 
 A verb's function imports what it needs: `pith --help` and `pith tokenize` import no torch.
 
-Exit codes: 0 done, 1 a rank failed or a comparison was off, 2 refused before anything was written,
+Exit codes: 0 done, 1 a rank failed or a comparison was off, 2 refused,
 130 interrupted before any rank started, 128 + the number of the signal that stopped the ranks.
 """
 

@@ -100,8 +100,6 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
     ValueError for another model, a larger tokenizer, or a run with a checkpoint.
     """
     raise_violations(hf_model_changes(source, config), "the recipe describes another model")
-    if existing := find_checkpoint(checkpoints):
-        raise ValueError(f"{existing} would be resumed instead: choose another --name or remove it")
     facts = {"imported_from": str(source), "config": {"model": model_record(config)}}
     if (source / "tokenizer.json").exists():
         raise_if_too_large(source, config.vocab_size)
@@ -111,6 +109,8 @@ def import_checkpoint(source: Path, checkpoints: Path, config: ModelConfig) -> P
     print(f"importing {source}: {tensors.account}")
     total = parameter_counts(config).total
     with held_folder(checkpoints.parent), _progress("import", total) as bar:
+        if existing := find_checkpoint(checkpoints):
+            raise ValueError(f"{existing} would be resumed instead: choose another --name")
         blocks = {
             f"model.{tensor.name}": CanonicalBlock(
                 name=tensor.name,

@@ -352,7 +352,7 @@ def _list_files(inputs: list[Path]) -> tuple[list[Path], list[str]]:
             print(f"{path}: skipped {len(below) - len(found)} file(s) of {', '.join(others)}")
         files += found
     faults += [f"{path}: not readable" for path in files if not os.access(path, os.R_OK)]
-    counts = Counter(path.resolve() for path in files)
+    counts = Counter(map(os.path.abspath, files))
     faults += [f"{path}: given {n} times" for path, n in counts.items() if n > 1]
     return files, faults
 

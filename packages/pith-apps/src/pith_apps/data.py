@@ -49,6 +49,8 @@ class TrainingData:
         self.device, self.cp = device, mesh.cp
         self.num_samples = num_samples(len(tokens), train.sequence_length)
         self.local_sequences = local_range(mesh, train)
+        if fault := too_few_samples(len(tokens), train.sequence_length, train.batch):
+            raise ValueError(fault)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="training-data")
         self._ahead: tuple[int, Future[Tensor]] | None = None
 

@@ -14,7 +14,6 @@ the optimizer's kernels shows that the step is over.
 """
 
 import json
-import os
 import platform
 import resource
 import sys
@@ -212,7 +211,6 @@ def write_run_facts(config: RunConfig, world_size: int, plan: str) -> None:
         "versions": versions | {"torch": torch.__version__},
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "num_cpus": os.cpu_count(),
         "world_size": world_size,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

@@ -85,7 +85,7 @@ def save_checkpoint(
 ) -> Path:
     """All ranks save weights, moments and rank 0's `run` as `folder/step-<step>`, returned.
 
-    Earlier ones survive any failure: a CheckpointException on every rank, or rank 0's OSError.
+    Earlier ones survive any failure, which raises on every rank, or on rank 0 (its OSError).
     """
     written = [p for p in parameters if p.replicas.rank == 0]  # replicas hold the same bits
     return write_checkpoint(folder, step, _blocks(written, optimizer), run, mesh)

@@ -10,7 +10,7 @@ A unit (embedding, head with the final norm, a layer's dense part, a layer's exp
     gather()    full <- all ranks' shards, full_grads <- 0
     reduce()    grads <- sum over ranks of full_grads, then over replicas (HSDP)
 
-in one collective: a gather one a dtype, a reduce two with replicas. All but `full` are in master
+A gather is a collective a dtype, a reduce one, or two with replicas. All but `full` are in master
 dtype (`accumulation_dtype`). A block is what `torch.chunk` gives along dim 0 (6 rows on 4 ranks are
 2, 2, 2, 0), or along the last dim when dim 0 has fewer rows than ranks.
 

@@ -79,7 +79,7 @@ class GptOssConfig(GroupedQueryConfig):
     def window(self, layer: int) -> int | None:
         """Keys that a query of the layer sees, if it slides."""
         kinds = self.layer_types
-        slides = kinds[layer : layer + 1] == (_SLIDING,) if kinds else layer % 2 == 0
+        slides = _SLIDING in kinds[layer : layer + 1] if kinds else layer % 2 == 0
         return self.sliding_window if slides else None
 
     @staticmethod

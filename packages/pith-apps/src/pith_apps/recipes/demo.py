@@ -1,8 +1,7 @@
 """`demo`: the whole system on whatever machine this is, in about two minutes.
 
 A small Qwen3-MoE learns the source code of Python's standard library. A unigram model reaches 79%
-of a uniform guess's loss, so a held-out loss below 75% of its first value shows use of context; 100
-steps reach about 70%.
+of a uniform guess's loss, so a held-out loss below 75% of its first value shows use of context.
 """
 
 import torch
